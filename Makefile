@@ -4,11 +4,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+ROWS ?=
+MATRIX_ARGS ?=
 BENCHMARKS ?= $(wildcard benchmarks/[a-z]*.py)
 
 BIN := $(VENV)/bin
-# Named after what was installed, so it is up to date exactly as long as that has not changed.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+# Named after what was installed, so they are up to date exactly as long as that has not changed.
+SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(SUM)
+# The demo needs a part of it.
+DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo-$(SUM))
 
 .PHONY: help
 help:
@@ -17,16 +22,25 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
 	@echo "make notebooks    run examples/notebooks and write what they show into their .ipynb twins"
+	@echo "make site    the documentation as a site, in build/site; it needs no internet"
+	@echo "make diagrams    draw the diagrams of the pages anew, after a change of one (npm, chromium)"
 	@echo "make dist    wheel and sdist"
+	@echo "make release-check    build both, and train with the wheel in an empty environment"
+	@echo "make test-matrix  with other versions of Spark, Python, pandas ... (ROWS='spark35 pandas3' for some rows)"
 	@echo "make clean   remove what these made"
 
 .PHONY: demo
-demo: java $(STAMP)
+demo: java $(DEMO_STAMP)
 	@$(BIN)/python examples/demo.py
 
 .PHONY: test
 test: java $(STAMP)
 	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),scripts/run_tests.py)
+
+# Needs no virtual environment but those that it makes, in build/matrix.
+.PHONY: test-matrix
+test-matrix: java
+	$(PYTHON) scripts/test_matrix.py $(ROWS) $(MATRIX_ARGS)
 
 .PHONY: lint
 lint: $(STAMP)
@@ -42,6 +56,19 @@ bench: java $(STAMP)
 notebooks: java $(STAMP)
 	$(BIN)/python scripts/notebooks.py
 
+.PHONY: site
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "With its search: $(BIN)/python -m http.server --directory build/site, then http://localhost:8000"
+
+.PHONY: diagrams
+diagrams: $(STAMP)
+	$(BIN)/python scripts/website/diagrams.py
+
+.PHONY: release-check
+release-check: java $(STAMP)
+	$(BIN)/python scripts/release_check.py
+
 .PHONY: dist
 dist: $(STAMP)
 	$(BIN)/python -m build
@@ -50,7 +77,10 @@ dist: $(STAMP)
 venv: $(STAMP)
 
 $(STAMP):
-	@sh scripts/make_venv.sh "$(PYTHON)" "$(VENV)" "$(STAMP)"
+	@sh scripts/make_venv.sh "$(PYTHON)" "$(VENV)" "$(STAMP)" '.[spark,dev]' tensorflow-cpu keras
+
+$(VENV)/.installed-demo-$(SUM):
+	@sh scripts/make_venv.sh "$(PYTHON)" "$(VENV)" "$(DEMO_STAMP)" '.[spark]' scikit-learn
 
 .PHONY: java
 java:

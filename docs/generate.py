@@ -118,12 +118,13 @@ def common_settings() -> str:
     """The settings that all estimators have, by what they are about."""
     from spark_elastic.ml.estimator import ElasticEstimator
 
-    parts: list[str] = []
+    by_subject: dict[str, list[Any]] = {}
     for cls in ElasticEstimator.__mro__:
-        own = _declared(cls)
-        if own:
-            parts += [f"**{(cls.__doc__ or '').strip().splitlines()[0].rstrip('.')}**", "", *_setting_rows(own), ""]
-    return "\n".join(parts)
+        if own := _declared(cls):
+            subject = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
+            by_subject[subject] = own + by_subject.get(subject, [])  # those of the base first
+    parts = [[f"**{subject}**", "", *_setting_rows(own), ""] for subject, own in by_subject.items()]
+    return "\n".join(line for part in parts for line in part)
 
 
 def torch_settings() -> str:
@@ -164,6 +165,7 @@ CAPTIONS = {
     "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
     "before_after_layout.json": "the package before and after its modules were joined, two turns",
     "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
+    "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
@@ -263,6 +265,36 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def versions() -> str:
+    """Return the rows that `scripts/test_matrix.py` has recorded, and what its checks are."""
+    path = DOCS / "versions.json"
+    if not path.exists():
+        return "No row has been recorded.\n"
+    document = json.loads(path.read_text())
+    checks, rows = document["checks"], document["rows"]
+    heads = ["row", "Python", "pyspark", "torch", "Keras, TensorFlow", "pandas", "pyarrow", "numpy", *checks]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    notes = []
+    for name, row in rows.items():
+        found = {what: version.partition("+")[0] for what, version in row["versions"].items()}
+        keras = ", ".join(found[what] for what in ("keras", "tensorflow-cpu") if what in found)
+        cells = [name, row["python"], *(found.get(what, "–") for what in ("pyspark", "torch")), keras or "–"]
+        cells += [found.get(what, "–") for what in ("pandas", "pyarrow", "numpy")]
+        outcomes = row["checks"]
+        cells += [_OUTCOMES.get(outcomes.get(check, ""), "–") for check in checks]
+        lines.append(f"| {' | '.join(cells)} |")
+        missing: dict[str, list[str]] = {}
+        for check, outcome in outcomes.items():
+            if outcome not in _OUTCOMES:
+                missing.setdefault(outcome, []).append(check)
+        told = [f"{', '.join(left_out)} not run: {why}" for why, left_out in missing.items()]
+        notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *told])}.")
+    explained = [f"| {name} | {about} |" for name, about in checks.items()]
+    return "\n".join([*lines, "", *notes, "", "| check | what it shows |", "|---|---|", *explained, ""])
+
+
+_OUTCOMES = {"passed": "yes", "failed": "**no**"}
+
 PARTS: dict[str, Callable[[], str]] = {
     "phase_diagram": lambda: diagram(PHASES),
     "phase_states": lambda: states(PHASES),
@@ -280,6 +312,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "keras_settings": keras_settings,
     "results": results,
     "compared": compared,
+    "versions": versions,
 }
 """The generated parts, by their name in the pages."""
 
@@ -304,7 +337,7 @@ def write() -> list[Path]:
             path.parent.mkdir(exist_ok=True)
             path.write_text(drawn)
             changed.append(path)
-    for path in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
         old = path.read_text()
         new = generated(old)
         if new != old:

@@ -1,9 +1,11 @@
 #!/bin/sh
 # Build the virtual environment that everything in the Makefile runs in.
-#     make_venv.sh PYTHON VENV STAMP
-# STAMP is touched last; its name changes with pyproject.toml and constraints.txt, so an up-to-date one means: nothing to do.
+#     make_venv.sh PYTHON VENV STAMP REQUIREMENT...
+# The first requirement is this package with its extras. STAMP is touched last; its name changes with pyproject.toml and
+# constraints.txt, so an up-to-date one means: nothing to do. PIP_EXTRA_INDEX_URL and other settings of pip apply.
 set -eu
 python=$1 venv=$2 stamp=$3
+shift 3
 
 if ! command -v "$python" >/dev/null 2>&1; then
     echo "$python was not found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3 ..." >&2
@@ -28,6 +30,6 @@ if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'
     "$python" -m venv "$venv"
 fi
 rm -f "$venv"/.installed-*
-echo "Installing spark_elastic, PyTorch, TensorFlow and Spark into $venv (a few minutes the first time)"
-"$venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,dev]' tensorflow-cpu keras
+echo "Installing $* into $venv (a few minutes the first time)"
+"$venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$@"
 touch "$stamp"

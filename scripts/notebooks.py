@@ -2,7 +2,7 @@
 
     python scripts/notebooks.py            # all of them
     python scripts/notebooks.py 02 05      # those whose names begin like this
-    python scripts/notebooks.py --check    # runs nothing: does each twin have the cells of its .py?
+    python scripts/notebooks.py --check    # runs nothing: is each twin made from its .py, by the present code?
 
 The .py files are Databricks notebook source: cells parted by `# COMMAND ----------`, Markdown behind `# MAGIC`.
 """
@@ -10,6 +10,8 @@ The .py files are Databricks notebook source: cells parted by `# COMMAND -------
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import os
 import re
 import sys
@@ -23,6 +25,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from traitlets.config import Config
 
+import spark_elastic
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "notebooks"
 FIRST_LINE = "# Databricks notebook source"
@@ -33,6 +37,8 @@ _GREETINGS = re.compile(
     re.MULTILINE,
 )
 """What Java and TensorFlow say of themselves when they start."""
+RECORD = "spark_elastic"
+"""The key of a twin's metadata that says what it was executed with: see `executed_with`."""
 _MAGIC = re.compile(r"^# MAGIC ?", re.MULTILINE)
 
 SPARK_CONF = {
@@ -111,7 +117,8 @@ def execute(notebook: NotebookNode, timeout_s: float = 300.0) -> NotebookNode:
                 if output.output_type == "stream":
                     output.text = _GREETINGS.sub("", output.text)
             cell.outputs = [output for output in cell.outputs if output.get("text", "something").strip()]
-    for key in set(notebook.metadata) - {"kernelspec", "language_info"}:
+    notebook.metadata[RECORD] = executed_with()
+    for key in set(notebook.metadata) - {"kernelspec", "language_info", RECORD}:
         del notebook.metadata[key]
     notebook.metadata.language_info = {"name": "python"}
     return notebook
@@ -135,15 +142,44 @@ def differs(path: Path) -> str | None:
     return None
 
 
+def executed_with() -> dict[str, str]:
+    """Return what decides which lines a notebook shows: the version, and the sources that make words and bars."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(ROOT, "spark_elastic", "reporting").glob("*.py")):
+        digest.update(ast.unparse(_without_docstrings(ast.parse(path.read_text()))).encode())
+    return {"version": spark_elastic.__version__, "reporting": digest.hexdigest()[:16]}
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            kept = [
+                each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
+            node.body = kept or [ast.Pass()]
+    return tree
+
+
+def outdated(path: Path) -> str | None:
+    """Return why the twin may show what the present code does not; None: it was executed with this code."""
+    found, wanted = nbformat.read(twin_of(path), as_version=4).metadata.get(RECORD), executed_with()
+    if found is None:
+        return f"{twin_of(path).name} does not say what it was executed with"
+    changed = [f"{name} {found.get(name)}, now {value}" for name, value in wanted.items() if found.get(name) != value]
+    return f"{twin_of(path).name} was executed with {', '.join(changed)}" if changed else None
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", help="how the names of the notebooks begin; default: all")
-    arguments.add_argument("--check", action="store_true", help="compare the twins with the .py files")
+    arguments.add_argument(
+        "--check", action="store_true", help="compare the twins with the .py files and with the present code"
+    )
     options = arguments.parse_args()
     chosen = [path for path in sources() if not options.names or path.name.startswith(tuple(options.names))]
     if options.check:
-        wrong = [why for why in map(differs, chosen) if why is not None]
-        print("\n".join(wrong) or f"{len(chosen)} twins have the cells of their .py files")
+        wrong = [why for why in (differs(path) or outdated(path) for path in chosen) if why is not None]
+        print("\n".join(wrong) or f"{len(chosen)} twins are made from their .py files, by the present code")
         return 1 if wrong else 0
     for path in chosen:
         began = time.monotonic()

@@ -19,19 +19,26 @@ if TYPE_CHECKING:
     from spark_elastic.diagnostics import doctor
     from spark_elastic.driver.hosts import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.launcher import LocalLauncher
+    from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
     from spark_elastic.jobs.job import ElasticJob
     from spark_elastic.jobs.run import run, run_async
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
+    from spark_elastic.reporting.event_log import MembershipChange
+    from spark_elastic.trackers.mlflow import MLflowCallback
+    from spark_elastic.trackers.tensorboard import TensorBoardCallback
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 moved.install()
 
 __all__ = [
     "BatchReader",
+    "DriverCallback",
+    "DriverResult",
+    "DriverRun",
     "ElasticJob",
     "ElasticKerasEstimator",
     "ElasticKerasModel",
@@ -41,7 +48,10 @@ __all__ = [
     "HostDiscovery",
     "HostDiscoveryScript",
     "LocalLauncher",
+    "MLflowCallback",
+    "MembershipChange",
     "Store",
+    "TensorBoardCallback",
     "doctor",
     "errors",
     "materialize",
@@ -53,6 +63,9 @@ __all__ = [
 # Imported on first use: workers import this package too, and need nothing of the driver's side.
 _MODULES = {
     "BatchReader": "spark_elastic.data.reader",
+    "DriverCallback": "spark_elastic.jobs.driver_callbacks",
+    "DriverResult": "spark_elastic.jobs.driver_callbacks",
+    "DriverRun": "spark_elastic.jobs.driver_callbacks",
     "ElasticJob": "spark_elastic.jobs.job",
     "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
     "ElasticKerasModel": "spark_elastic.ml.keras.model",
@@ -62,7 +75,10 @@ _MODULES = {
     "HostDiscovery": "spark_elastic.driver.hosts",
     "HostDiscoveryScript": "spark_elastic.driver.hosts",
     "LocalLauncher": "spark_elastic.driver.launcher",
+    "MLflowCallback": "spark_elastic.trackers.mlflow",
+    "MembershipChange": "spark_elastic.reporting.event_log",
     "Store": "spark_elastic.data.store",
+    "TensorBoardCallback": "spark_elastic.trackers.tensorboard",
     "doctor": "spark_elastic.diagnostics",
     "materialize": "spark_elastic.data.materialization",
     "run": "spark_elastic.jobs.run",

@@ -79,16 +79,56 @@ class NoSparkContextError(UsageError):
     """There is no active SparkContext to run in."""
 
 
-class SparkConnectNotSupportedError(UsageError):
-    """The session is a Spark Connect session, whose scheduler cannot be reached to run workers."""
+class DriverUnreachableError(UsageError):
+    """Executors cannot connect to the driver program at any of its addresses.
+
+    Attributes:
+        addresses: The addresses that they tried.
+    """
+
+    def __init__(self, *, addresses: tuple[str, ...], port: int, tried: str) -> None:
+        super().__init__(
+            f"executors cannot connect back to this program: {tried}. It listens on port {port}; let executors reach "
+            "that on this machine (firewall, VPN, container ports), name the address at which they reach it "
+            "(driver_host=), or run this program near the cluster (spark-submit, a notebook on the cluster)",
+            addresses=addresses,
+            port=port,
+            tried=tried,
+        )
 
 
 class JavaNotFoundError(UsageError):
     """Spark needs a Java runtime, and none was found."""
 
 
+class ExecutorPythonError(UsageError):
+    """Spark's executors run another Python than this program, and workers cannot run in it.
+
+    Attributes:
+        theirs: the Python of the executors.
+        ours: the Python of this program.
+        problem: why theirs cannot run workers.
+        version: minor version of ours, which theirs needs as well.
+    """
+
+    def __init__(self, *, theirs: str, ours: str, problem: str, version: str) -> None:
+        super().__init__(
+            f"Spark's executors run {theirs}, and {problem}; this program runs {ours}. Before the session starts, set "
+            f"PYSPARK_PYTHON (or spark.pyspark.python) to a Python {version} that has the same packages on every "
+            "machine, or install them into the executors' Python",
+            theirs=theirs,
+            ours=ours,
+            problem=problem,
+            version=version,
+        )
+
+
 class UnknownInterfaceError(UsageError):
     """A network interface in ``nics`` does not exist, or is down, on a host that needs it."""
+
+
+class PortsTakenError(UsageError):
+    """The port that a setting gives, or each port of its range, is in use."""
 
 
 class DiscoveryScriptError(UsageError):
@@ -318,7 +358,9 @@ class WorkerStartError(JobError):
 
 
 class UserFunctionError(JobError):
-    """The user's function raised. The message ends with the worker's own traceback.
+    """The user's function raised. The message ends with the frames of the function in the worker.
+
+    `traceback`: the whole text that Python would have printed, with the frames that the message shows.
 
     `exit_code`: the code that a script exited with; None: it raised something else.
     """
@@ -334,8 +376,9 @@ class UserFunctionError(JobError):
         exit_code: int | None = None,
     ) -> None:
         who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
+        frames = traceback.rstrip().removesuffix(f"{error_type}: {error}").rstrip()  # said already
         super().__init__(
-            f"{who} on {host} raised {error_type}: {error}\n\n{traceback}",
+            f"{who} on {host} raised {error_type}: {error}\n\n{frames}\n",
             rank=rank,
             host=host,
             error_type=error_type,

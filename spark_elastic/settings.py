@@ -21,6 +21,8 @@ from spark_elastic.errors import InvalidSettingsError
 
 DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
 """The environment variable through which workers get `run(device=...)`."""
+TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"
+"""The environment variable by which a worker knows the MLflow run that is the driver's, and not its own to end."""
 LONGEST_S = 1e8
 """Three years. Longer timeouts are refused because no socket and no thread can wait for an infinite time."""
 

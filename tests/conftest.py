@@ -1,6 +1,7 @@
 """Soak tests run only where they are asked for: `pytest -m soak`. No example of a property has a deadline."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -8,6 +9,9 @@ import pytest
 # Spark's JVMs live for seconds here: they start in less than half of the processor's time without the second compiler
 for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
     os.environ.setdefault(_name, "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto")
+
+# a shell starts what it runs in the background deaf to Ctrl-C, which tests send to themselves and to their programs
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is slow now and then
 hypothesis.settings.load_profile("any machine")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "recipes").glob("*.md"))]
 
 LANGUAGES = {"python", "sh", "text", "mermaid"}
 """What a block may say that it is. Text is output; the rest is checked, or run."""

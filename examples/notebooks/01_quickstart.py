@@ -57,7 +57,7 @@ from spark_elastic import ElasticTorchEstimator
 from spark_elastic.ml.callbacks import EarlyStopping
 
 
-def accuracy(output, label):
+def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output.argmax(dim=1) == label).float()  # one value for each row
 
 

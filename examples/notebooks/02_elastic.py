@@ -56,14 +56,14 @@ plt.show()
 
 import signal
 
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import Callback, Run
 
 
 class KillRankOne(Callback):
-    def __init__(self):
+    def __init__(self) -> None:
         self.together = 0  # steps that all three have done
 
-    def on_batch_begin(self, run):
+    def on_batch_begin(self, run: Run) -> None:
         if run.size == 3:
             self.together += 1
             if run.rank == 1 and self.together == 400:
@@ -78,7 +78,7 @@ from torch import nn
 from spark_elastic import ElasticTorchEstimator
 
 
-def accuracy(output, label):
+def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output.argmax(dim=1) == label).float()
 
 

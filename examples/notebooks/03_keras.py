@@ -89,7 +89,7 @@ from pyspark.sql import functions as F
 
 scored = model.transform(test).cache()
 auc = BinaryClassificationEvaluator(labelCol="benign", rawPredictionCol="probability").evaluate(scored)
-right = scored.agg(F.avg((F.col("prediction") == F.col("benign")).cast("double"))).first()[0]
+right = scored.agg(F.avg((F.col("prediction") == F.col("benign")).cast("double"))).collect()[0][0]
 print(f"area under the ROC curve {auc:.3f}, accuracy {right:.1%}, on {scored.count()} tumours it has not seen")
 
 # COMMAND ----------

@@ -25,17 +25,18 @@ from torch.nn import functional as F
 
 
 class Autoencoder(nn.Module):
-    def __init__(self, latent=8):
+    def __init__(self, latent: int = 8) -> None:
         super().__init__()
         self.encode = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 2 * latent))
         self.decode = nn.Sequential(nn.Linear(latent, 128), nn.ReLU(), nn.Linear(128, 64))
 
-    def loss(self, x):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
         mean, log_var = self.encode(x).chunk(2, dim=1)
         z = mean + torch.randn_like(mean) * torch.exp(log_var / 2)
         reconstruction = F.binary_cross_entropy_with_logits(self.decode(z), x, reduction="none").sum(dim=1)
         divergence = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(dim=1)
-        return (reconstruction + divergence).mean()
+        loss: torch.Tensor = (reconstruction + divergence).mean()
+        return loss
 
 
 # COMMAND ----------
@@ -48,13 +49,14 @@ class Autoencoder(nn.Module):
 
 # COMMAND ----------
 
+import numpy as np
 from torch.utils.data import DataLoader, TensorDataset
 
 import spark_elastic
 import spark_elastic.torch as hvd
 
 
-def train(images, epochs):
+def train(images: np.ndarray, epochs: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     hvd.init()
     torch.manual_seed(hvd.rank())
     dataset = TensorDataset(torch.tensor(images))
@@ -67,7 +69,7 @@ def train(images, epochs):
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, losses=[])
 
     @hvd.elastic.run
-    def loop(state):
+    def loop(state: hvd.elastic.TorchState) -> None:
         while state.epoch < epochs:
             for number, (x,) in enumerate(loader):
                 optimizer.zero_grad()

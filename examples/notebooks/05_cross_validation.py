@@ -37,11 +37,11 @@ wines.groupby("label")[["alcohol", "malic_acid", "color_intensity", "proline"]].
 # COMMAND ----------
 
 import torch
-from pyspark.ml import Pipeline
+from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import StandardScaler, VectorAssembler
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 
 torch.manual_seed(0)
 assembler = VectorAssembler(inputCols=[name for name in df.columns if name != "label"], outputCol="raw")
@@ -94,5 +94,7 @@ scored.groupBy("label").pivot("prediction").count().orderBy("label").na.fill(0).
 
 # COMMAND ----------
 
+assert isinstance(best.bestModel, PipelineModel)
 trained = best.bestModel.stages[-1]
+assert isinstance(trained, ElasticTorchModel)
 print(f"the winner was trained for {len(trained.history)} epochs; its last loss is {trained.history[-1]['loss']:.3f}")

@@ -120,9 +120,11 @@ assert done.returncode == 0, done.stderr
 
 # COMMAND ----------
 
+from typing import Any
+
 import spark_elastic
 
-program = {"__name__": "train"}
+program: dict[str, Any] = {"__name__": "train"}
 exec(migrated, program)
 explained = spark_elastic.run(program["main"], kwargs={"epochs": 20, "lr": 0.003}, num_proc=2)
 print(f"share of the variance explained, by each worker: {[round(each, 2) for each in explained]}")

@@ -25,10 +25,11 @@ spark.sparkContext.setLogLevel("ERROR")
 
 # COMMAND ----------
 
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 
-def rides(count, seed):
+def rides(count: int, seed: int) -> DataFrame:
     table = spark.range(count).select(
         "id",
         (0.5 - 4 * F.log(1 - F.rand(seed=seed))).alias("km"),

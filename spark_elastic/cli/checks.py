@@ -9,19 +9,22 @@ import platform
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from spark_elastic.cli.options import pair
-from spark_elastic.cli.submission import spark_session
+from spark_elastic.cli.submission import connect_session, spark_session
 from spark_elastic.diagnostics.examination import Examination
 from spark_elastic.diagnostics.findings import PROBLEM, Finding
 from spark_elastic.diagnostics.probe import installed_version, start_thread
 from spark_elastic.driver.preflight import check_java, first_line
-from spark_elastic.errors import JavaNotFoundError, SparkElasticError
+from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
+from spark_elastic.wire.ports import valid_ports
 
 EPILOG = """\
 examples:
   spark-elastic doctor
   spark-elastic doctor --master spark://host:7077 --conf spark.executor.memory=4g -np 8 --store s3://bucket/folder
+  spark-elastic doctor --remote sc://host:15002 -np 8
   spark-submit --master yarn "$(spark-elastic --submit-file)" doctor --store hdfs:///tmp/training
 
 exit codes: 0: no problem was found; 1: there is one; 2: the command has to change
@@ -69,11 +72,24 @@ def _mark(present: bool) -> str:
 def doctor(argv: Sequence[str]) -> int:
     """Run the command ``doctor`` with the arguments that follow it. Returns the exit code."""
     options = _parser().parse_args(argv)
-    examination = Examination(options.timeout, num_proc=options.num_proc, store=options.store)
+    try:
+        driver_port, agent_ports = (
+            None if value is None else valid_ports(name, value)
+            for name, value in (("--driver-port", options.driver_port), ("--agent-ports", options.agent_ports))
+        )
+    except InvalidSettingsError as error:
+        _parser().error(str(error))
+    examination = Examination(
+        options.timeout,
+        num_proc=options.num_proc,
+        store=options.store,
+        driver_port=driver_port,
+        agent_ports=agent_ports,
+    )
     opened, over = threading.Event(), threading.Event()
     looking = start_thread(_look, examination, options, opened, over)
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
-        problem = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
+        problem = f"no session on {_where(options)} within {options.timeout:.0f} s"
         examination.check_without_spark(problem, "check that the master answers there; Spark says more on stderr")
     elif not over.is_set():
         problem = f"the checkup did not end within {options.timeout:.0f} s"
@@ -95,14 +111,14 @@ def _look(
         examination.check_driver()
         with contextlib.ExitStack() as closing:
             try:
-                made = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
-                session = closing.enter_context(made)
+                session = closing.enter_context(_session(options))
             except SparkElasticError as error:
                 examination.check_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
                 return
             except Exception as error:  # of Spark's JVM, which has said more on stderr
-                problem = f"no session on {options.master or 'this machine'}: {first_line(error)}"
-                fix = "check --master and --conf, and Spark's own messages on stderr"
+                problem = f"no session on {_where(options)}: {first_line(error)}"
+                where = "--remote" if options.remote else "--master"
+                fix = f"check {where} and --conf, and Spark's own messages on stderr"
                 examination.check_without_spark(problem, fix)
                 return
             opened.set()
@@ -110,6 +126,16 @@ def _look(
             over.set()  # before Spark stops
     finally:
         over.set()
+
+
+def _session(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    if options.remote is not None:
+        return connect_session(options.remote, options.conf)
+    return spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
+
+
+def _where(options: argparse.Namespace) -> str:
+    return str(options.remote or options.master or "this machine")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,10 +146,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
+    session = made.add_mutually_exclusive_group()
+    session.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
+    session.add_argument("--remote", default=None, metavar="URL", help="a Spark Connect server: sc://host:15002")
     made.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
     made.add_argument("--store", default=None, metavar="URL", help="storage for the data of estimators")
     made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers of the planned job")
+    made.add_argument(
+        "--driver-port", default=None, metavar="PORTS", help="of the planned job; the doctor listens there"
+    )
+    made.add_argument("--agent-ports", default=None, metavar="PORTS", help="of the planned job; its tasks listen there")
     limit = "limit for all checks (default: 120)"
     made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help=limit)
     made.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -80,7 +80,7 @@ def parser() -> _Parser:
     places.add_argument("--slots-per-host", type=int, metavar="N", default=None, help=without)
     waiting = made.add_argument_group("timeouts, in seconds")
     for each in _WITH_FLAGS:
-        group = places if each.name == "nics" else waiting if each.setting.unit == "seconds" else workers
+        group = places if each.name in _OF_HOSTS else waiting if each.setting.unit == "seconds" else workers
         _add_setting(group, each)
 
     spark = made.add_argument_group("where to run")
@@ -116,6 +116,8 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
         given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None
     if options.env is not None:
         given["env"] = dict(options.env)
+    if options.status_port == "off":
+        given["status_port"] = None
     given["verbose"] = 1 + options.verbose
     return given
 
@@ -128,6 +130,10 @@ def pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _port(text: str) -> int | str:
+    return text if text in ("auto", "off") else int(text)
+
+
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -137,9 +143,13 @@ def _names(text: str) -> list[str]:
 
 _WITH_FLAGS = tuple(each for each in declarations(RunSettings) if each.flags)
 """The settings of `run` that have options of the same name."""
+_OF_HOSTS = ("nics", "driver_port", "agent_ports")
 _FORMS: dict[str, dict[str, Any]] = {
     "cooldown_range": {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")},
     "nics": {"type": _names, "metavar": "A,B"},
+    "driver_port": {"metavar": "PORTS"},
+    "agent_ports": {"metavar": "PORTS"},
     "env": {"type": pair, "action": "append", "metavar": "K=V"},
+    "status_port": {"type": _port, "metavar": "N|off"},
 }
 """The forms of options that are neither one number of seconds nor one whole number."""

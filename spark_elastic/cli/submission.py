@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from spark_elastic.data.spark_connect import check_packages
 from spark_elastic.driver.preflight import check_java
 from spark_elastic.errors import JavaNotFoundError, UsageError
 from spark_elastic.task.script import Script
 
+_CONNECT_PORT = 15002
+_ANSWER_S = 5.0
 MAX_BYTES = 16 * 2**20
 """Source code is smaller than this. Larger files were found by mistake, and would be sent with every launch."""
 
@@ -81,6 +86,38 @@ def _local_files(folder: Path, module: str) -> Iterator[Path]:
         for found in sorted(package.rglob("*.py")):
             if not any(part.startswith(".") for part in found.relative_to(folder).parts):
                 yield found
+
+
+@contextmanager
+def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
+    """Open a session of Spark Connect for the time of the block.
+
+    Raises:
+        UsageError: if the URL is none of Spark Connect, or no server answers there.
+        MissingExtraError: if packages for Spark Connect are missing.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise UsageError("pyspark is not installed: pip install 'spark-elastic[connect]'") from None
+    check_packages("--remote")
+    parts = urlsplit(url)
+    if parts.scheme != "sc" or not parts.hostname:
+        raise UsageError(f"--remote takes a URL such as sc://host:15002, not {url!r}")
+    try:
+        socket.create_connection((parts.hostname, parts.port or _CONNECT_PORT), _ANSWER_S).close()
+    except (OSError, ValueError) as error:  # gRPC would try for minutes
+        raise UsageError(f"no Spark Connect server answers at {parts.netloc}: {error}") from None
+    # in its environment, a program has one kind of session
+    os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
+    builder = SparkSession.builder.remote(url)
+    for key, value in conf:
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    try:
+        yield session
+    finally:
+        session.stop()
 
 
 @contextmanager

@@ -124,9 +124,10 @@ def _belongs_to_group(connection: socket.socket, addresses: Collection[str], ann
         return False
     if any(host not in addresses for host, _ in ends):
         return False
-    if connection.family == socket.AF_INET6:
-        return True
-    needles = [port.to_bytes(2, "big") + socket.inet_aton(host) for host, port in ends]
+    if connection.family == socket.AF_INET6:  # between port and address there are four bytes of the flow
+        needles = [port.to_bytes(2, "big") + bytes(4) + socket.inet_pton(socket.AF_INET6, host) for host, port in ends]
+    else:
+        needles = [port.to_bytes(2, "big") + socket.inet_aton(host) for host, port in ends]
     return any(needle in value for needle in needles for value in announced)
 
 

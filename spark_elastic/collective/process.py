@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ class Process:
     def __init__(self) -> None:
         self._connections: dict[str, tuple[int, int]] = {}
         """By group name: the newest round in which it was connected, and how often. It survives `shutdown`."""
+        self._followers: list[Callable[[Position], None]] = []
+        """Called with each new position, on the user's thread. They survive `shutdown`."""
         self._reset()
 
     def _reset(self) -> None:
@@ -77,7 +79,7 @@ class Process:
             return
         self.link = worker_link.current()
         if self.link is None:
-            self.position = Position()
+            self._place(Position())
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
@@ -86,7 +88,7 @@ class Process:
             self.awaits_loop = True
             return
         if isinstance(answer, ProvisionalPosition):
-            self.position = Position(rank=answer.rank, size=answer.size)
+            self._place(Position(rank=answer.rank, size=answer.size))
             return
         while True:
             try:
@@ -120,9 +122,20 @@ class Process:
     def _take_position(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
         self.assignment = assignment
-        self.position = Position(
-            me.rank, assignment.world.size, me.local_rank, me.local_size, me.cross_rank, me.cross_size
+        self._place(
+            Position(me.rank, assignment.world.size, me.local_rank, me.local_size, me.cross_rank, me.cross_size)
         )
+
+    def _place(self, position: Position) -> None:
+        self.position = position
+        for follower in self._followers:
+            follower(position)
+
+    def follow(self, follower: Callable[[Position], None]) -> None:
+        """Call a function with each new position of this process, and at once with the present one."""
+        self._followers.append(follower)
+        if self.position is not None:
+            follower(self.position)
 
     def run_again(self) -> None:
         """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""

@@ -171,6 +171,7 @@ def _checked(ranks: Iterable[Any]) -> tuple[int, ...]:
 
 
 global_process_set = StandingSet("global")
+"""All processes of the world."""
 local_process_set = StandingSet("local")
 """The processes on this host."""
 cross_process_set = StandingSet("cross")

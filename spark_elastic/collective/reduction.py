@@ -43,11 +43,17 @@ class ReduceOp(Enum):
 
 
 Average = ReduceOp.Average
+"""The mean over the members."""
 Sum = ReduceOp.Sum
+"""The sum over the members."""
 Min = ReduceOp.Min
+"""The minimum over the members, of each element."""
 Max = ReduceOp.Max
+"""The maximum over the members, of each element."""
 Product = ReduceOp.Product
+"""The product over the members, of each element."""
 Adasum = ReduceOp.Adasum
+"""Horovod's adaptive sum. Not supported: a call raises `UnsupportedOperationError`."""
 
 _WIDENED = {torch.int16: torch.int32}
 """The types that Gloo does not reduce, and the types that they are converted to for a reduction."""

@@ -12,6 +12,9 @@ Layout, in bytes::
     SMALL_AT  slots for small chunks
     LARGE_AT  slots for large ones
 
+The counters carry the synchronisation: a member writes a chunk and its table entry, then a counter; a member that has
+read the counter reads the chunk. Processors other than x86-64 keep that order only with a `fence` on both sides.
+
 A process id and a descriptor's number do not identify a member: the same host address can belong to containers that
 cannot see each other's processes. So each member draws a nonce for this round, writes the identity that belongs to it
 into its own segment, and checks the identities in the segments of the others. The segments are used only if every
@@ -31,8 +34,9 @@ import select
 import struct
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -44,18 +48,44 @@ from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-# --- futex(2): sleep until another process changes a counter in shared memory ------------------------
+# --- memory order, and futex(2): sleep until another process changes a counter in shared memory -------
 
-FUTEX_AVAILABLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
-"""True where Python can synchronise through counters in shared memory.
+_FUTEX_CALLS = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "arm64": 98}
+"""The number of the system call `futex` by machine, for 64-bit processes."""
+_IS_64_BIT = sys.maxsize > 2**32
+"""False for a 32-bit Python on a 64-bit kernel, where system calls have other numbers."""
+_SYS_FUTEX = _FUTEX_CALLS.get(platform.machine()) if sys.platform == "linux" and _IS_64_BIT else None
 
-On x86-64, other cores see stores in the order in which they were made, without a fence. On other architectures they may
-not, and Python has no fence.
-"""
+FUTEX_AVAILABLE = _SYS_FUTEX is not None and sys.byteorder == "little"
+"""True where Python can synchronise through counters in shared memory. futex compares the low half of a counter."""
+REORDERS = platform.machine() not in ("x86_64", "AMD64")
+"""True if a core may make stores visible, and perform loads, in another order than the program's. x86-64 does neither;
+see docs/decisions/a-lock-is-the-memory-fence.md."""
 
-_SYS_FUTEX = 202
 _WAIT, _WAKE = 0, 1
 _ALL_SLEEPERS = 0x7FFFFFFF
+
+
+def fence_by_lock() -> None:
+    """Order all earlier loads and stores of this thread before all later ones, as other processes see them.
+
+    Releasing a lock is a store-release and acquiring it a load-acquire. Neither is a fence: accesses may move into the
+    locked section from both sides. But ARM keeps a release before a later acquire, so a release that is followed by an
+    acquire is one. No other thread ever sees this lock.
+    """
+    lock = Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def no_fence() -> None:
+    """Do nothing: the processor keeps the order of loads and of stores."""
+
+
+fence: Callable[[], None] = fence_by_lock if REORDERS else no_fence
+"""Called between the stores to shared memory and the counter that announces them, and between a counter and the loads
+that rely on it."""
 
 
 class _Timespec(ctypes.Structure):
@@ -163,7 +193,8 @@ class OwnSegment(Mapping):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
-        """Store a counter and wake the peers that wait for it."""
+        """Store a counter, after all that this member has read and written, and wake the peers that wait for it."""
+        fence()
         self.counters[counter] = value
         futex_wake(self.address + 8 * counter)
 
@@ -171,6 +202,7 @@ class OwnSegment(Mapping):
         """Set `LEFT`, wake the peers, and close. Existing views keep the memory mapped."""
         if self.descriptor < 0:
             return
+        fence()
         self.counters[LEFT] = 1
         for counter in (ARRIVED, REDUCED, CONSUMED):
             futex_wake(self.counter_address(counter))
@@ -311,7 +343,7 @@ def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Host
     if wanted == GLOO:
         why = f"{REDUCTION_SETTING}=gloo"
     elif not FUTEX_AVAILABLE:
-        why = "it needs Linux on x86-64"
+        why = f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
     else:
         try:
             own = OwnSegment()

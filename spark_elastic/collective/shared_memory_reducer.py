@@ -36,6 +36,7 @@ from spark_elastic.collective.shared_memory import (
     Mapping,
     Peer,
     SlotPool,
+    fence,
     first_count,
     futex_wait,
     futex_wake,
@@ -159,9 +160,15 @@ class SpinWait:
     def until(self, peer: Peer, counter: int, target: int) -> None:
         """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
 
+        What the peer wrote before that count can be read afterwards.
+
         Raises:
             HorovodInternalError: the peer has left or died, or this round's collectives were ended.
         """
+        self._until(peer, counter, target)
+        fence()
+
+    def _until(self, peer: Peer, counter: int, target: int) -> None:
         counters = peer.counters
         if counters[counter] >= target:
             return
@@ -181,8 +188,10 @@ class SpinWait:
             while (value := counters[counter]) < target:
                 self._asleep_on = address
                 self._check()
-                if counters[LEFT] and counters[counter] < target:
-                    raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+                if counters[LEFT]:
+                    fence()  # it counted its last chunks before it left
+                    if counters[counter] < target:
+                        raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
                 futex_wait(address, value, nap)
                 self._meanwhile()
                 if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
@@ -361,6 +370,7 @@ class SharedMemoryReducer:
     def _reclaim(self) -> None:
         """Return the slots to their pools that all members have read."""
         read = min([self._consumed, *(peer.counters[CONSUMED] - self._base for peer in self._peers)])
+        fence()
         while self._sent and self._sent[0][0] < read:
             _, pool, offset = self._sent.popleft()
             pool.free.append(offset)
@@ -402,8 +412,15 @@ class SharedMemoryReducer:
     # --- reading --------------------------------------------------------------------------------
 
     def _has_arrived(self, number: int) -> bool:
+        return self._all_counted(ARRIVED, number, self._peers)
+
+    def _all_counted(self, counter: int, number: int, peers: Sequence[Peer]) -> bool:
+        """Return True if a counter of all these peers includes the chunk, and then let its data be read."""
         due = self._base + number + 1
-        return all(peer.counters[ARRIVED] >= due for peer in self._peers)
+        if not all(peer.counters[counter] >= due for peer in peers):
+            return False
+        fence()
+        return True
 
     def _next_is_ready(self) -> bool:
         """Return True if `_read_next` would not wait."""
@@ -412,8 +429,7 @@ class SharedMemoryReducer:
             return self._has_arrived(chunk.number)
         if self._summed <= chunk.number or self._is_crossing(chunk):
             return False
-        due = self._base + chunk.number + 1
-        return all(peer.counters[REDUCED] >= due for peer in self._owners_of(chunk))
+        return self._all_counted(REDUCED, chunk.number, self._owners_of(chunk))
 
     def _is_crossing(self, chunk: Chunk) -> bool:
         return bool(self._crossing) and self._crossing[0].number <= chunk.number

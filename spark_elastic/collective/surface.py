@@ -51,7 +51,9 @@ def gloo_enabled() -> bool:
 
 
 mpi_threads_supported = mpi_enabled = mpi_built = _no
+"""Return False: there is no MPI here."""
 ddl_built = ccl_built = _no
+"""Return False: collectives run over torch's Gloo, and over NCCL between GPUs."""
 
 
 def nccl_built(verbose: bool = False) -> bool:

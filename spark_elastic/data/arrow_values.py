@@ -54,7 +54,8 @@ def error_of(faults: Iterable[Fault], rows_seen: int) -> DataError:
     """Return one error for all faults. rows_seen counts the rows that all tasks read until each of them stopped."""
     alike: dict[tuple[str, str], list[Fault]] = defaultdict(list)
     for fault in sorted(faults, key=lambda fault: (fault.partition, fault.row)):
-        alike[fault.column, fault.expected].append(fault)
+        # The first row's length, which the others should have, differs between partitions; the remedy does not.
+        alike[fault.column, fault.remedy or fault.expected].append(fault)
     kinds = [replace(each[0], rows=sum(fault.rows for fault in each)) for each in alike.values()]
     lines = [
         f"column {fault.column!r}: {fault.rows:,} of {rows_seen:,} rows read have {fault.found} (the first is "

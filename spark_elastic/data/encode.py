@@ -87,7 +87,7 @@ class Encoder:
                 expected_shape = f"inner arrays of shape {list(inner)} as in the first row"
                 raise RowsRefused.at(np.arange(rows), first_row, column.name, found, expected_shape)
             lengths = values.lengths_of(rows)
-        noun = "values" if column.source == "binary" else "arrays"
+        noun = "byte strings" if column.source == "binary" else "arrays"
         setting = "pad_to"
         if tensor.pad_to is not None:
             expected = self._lengths.setdefault(place, tensor.pad_to)
@@ -98,7 +98,8 @@ class Encoder:
             wrong = np.flatnonzero(lengths != expected)
             wanted, remedy = f"{noun} of {expected} as in the first row", ""
             if column.source in ("list", "binary") and column.depth < 2:
-                remedy = "Store them padded (pad_to=) or with their own lengths (variable=)"
+                remedy = f"Store them padded (pad_to={{{tensor.name!r}: ...}}) or with their own lengths "
+                remedy += f"(variable=[{tensor.name!r}])" + (", as files are" if column.source == "binary" else "")
         if expected == 0:
             wrong, wanted, remedy, setting = np.arange(rows), "at least one value", "", ""
         if len(wrong):

@@ -34,7 +34,8 @@ from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.shards import SHARD_BYTES
-from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, refuse_connect, small_batches
+from spark_elastic.data.spark_connect import application_of, context_of, functions_for
+from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, small_batches
 from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
@@ -104,7 +105,6 @@ def materialize(
             with the column, the number of rows, what was found and what was expected.
         DatasetError: The dataset named `dataset_id` was written with other settings, or is damaged.
         StoreError: The executors do not see the store, or cannot write to it.
-        SparkConnectNotSupportedError: `df` is a DataFrame of Spark Connect.
     """
     request = Request(
         tensors=dict(tensors),
@@ -120,7 +120,6 @@ def materialize(
         pre_shuffle=pre_shuffle,
     )
     request.check()
-    refuse_connect(df)
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
     request.resolve(df.schema, _case_sensitive(df))
@@ -149,7 +148,7 @@ def materialize(
         if found is not None:
             _log.info("rows that were written before are reused from %s", folder.url)
             return found
-        ensure_shared(place, df.sparkSession.sparkContext)
+        ensure_shared(place, context_of(df.sparkSession))
         collect_temporary(Limits.of_environment(os.environ), wall())
         try:
             with leased(folder):
@@ -200,7 +199,7 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
             receipts = _run(df, request, folder, run, kept, verbose)
         about = {
             "written_by": f"spark_elastic {__version__}",
-            "application": df.sparkSession.sparkContext.applicationId,
+            "application": application_of(context_of(df.sparkSession)),
             "seconds": round(wall() - started, 3),
             "settings": settings,
             FOUND_AGAIN: findable,
@@ -233,8 +232,7 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
 
 
 def _selected(df: Any, request: Request) -> list[Any]:
-    from pyspark.sql import functions
-
+    functions = functions_for(df)
     selected = []
     for index, name in enumerate(request.columns):
         column = functions.col("`" + name.replace("`", "``") + "`")
@@ -245,8 +243,7 @@ def _selected(df: Any, request: Request) -> list[Any]:
 
 
 def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose: int) -> list[Receipt]:
-    from pyspark.sql import functions
-
+    functions = functions_for(df)
     tensors = request.resolve(df.schema, _case_sensitive(df))
     task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed, kept)
     rows = df.select(*_selected(df, request))
@@ -264,7 +261,8 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
             )
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
-        raise failure(f"the rows could not be written: {reason}") from error
+        # the reason is Spark's own; the frames of its JVM, several screens of them, tell nothing more
+        raise failure(f"the rows could not be written: {reason}") from (error if verbose > 1 else None)
     receipts = sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
     _refuse_faults(receipts)
     return receipts

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from zoneinfo import ZoneInfo
 
 from spark_elastic.data.manifest import LAYOUT_VERSION
+from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.spark_jobs import setting
 
 _REMOTE_FILES = 2000  # the most remote files of a query. Each costs a call over py4j, about 1 ms
@@ -81,7 +82,9 @@ def key_of(*parts: object) -> str:
 
 
 def identify(df: Any) -> Identity:
-    """Return what the rows of a DataFrame depend on; no facts if this version of Spark cannot be asked."""
+    """Return what the rows of a DataFrame depend on; no facts if Spark cannot be asked."""
+    if is_connect(df):
+        return Identity(None, "Spark Connect does not show the plan of a query; dataset_id= names the rows instead")
     try:
         return _identify(df)
     except Exception as error:  # of py4j or pyspark: the JVM side of a query is not a public interface

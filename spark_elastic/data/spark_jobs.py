@@ -1,6 +1,6 @@
 """Spark jobs with a name in Spark's UI, a progress bar and a clean end on Ctrl-C; settings; reasons of failures.
 
-Sessions of Spark Connect are refused: their scheduler and JVM are on a server, out of reach of this process.
+On Spark Connect jobs have neither name nor bar: its scheduler is on a server, out of reach of this process.
 """
 
 from __future__ import annotations
@@ -10,28 +10,16 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 from spark_elastic import clock
-from spark_elastic.errors import DataError, SparkConnectNotSupportedError, SparkElasticError, StoreError
+from spark_elastic.data.spark_connect import Query, is_connect
+from spark_elastic.data.spark_console import bar_hidden, quiet_log
+from spark_elastic.errors import DataError, SparkElasticError, StoreError
 from spark_elastic.reporting.progress import View, plain_line
 from spark_elastic.reporting.screens import screen_for
-
-
-def connect_error() -> SparkConnectNotSupportedError:
-    return SparkConnectNotSupportedError(
-        "this is a Spark Connect session: its scheduler is on the server, out of reach from here; run the driver "
-        "program on the cluster (spark-submit, or a classic session: SparkSession.builder.master(...))"
-    )
-
-
-def refuse_connect(thing: Any) -> None:
-    """Raise SparkConnectNotSupportedError if `thing` is a session or a DataFrame of Spark Connect."""
-    if any(cls.__module__.startswith("pyspark.sql.connect") for cls in type(thing).__mro__):
-        raise connect_error()
-
 
 # --- session settings -------------------------------------------------------------------------------
 
@@ -50,12 +38,11 @@ _changed: dict[tuple[str, str], tuple[int, str | None]] = {}
 @contextmanager
 def setting(spark: Any, name: str, value: str) -> Iterator[None]:
     """Change a setting of the session while the block runs. The last of several threads to leave restores it."""
-    about = (str(spark._jsparkSession.sessionUUID()), name)
+    about = (str(spark.session_id if is_connect(spark) else spark._jsparkSession.sessionUUID()), name)
     with _lock:
         users, before = _changed.get(about, (0, None))
         if not users:
-            was_set = spark._jsparkSession.sessionState().conf().contains(name)
-            before = spark.conf.get(name) if was_set else None
+            before = spark.conf.get(name) if _is_set(spark, name) else None
             spark.conf.set(name, value)
         _changed[about] = (users + 1, before)
     try:
@@ -69,6 +56,13 @@ def setting(spark: Any, name: str, value: str) -> Iterator[None]:
                 spark.conf.unset(name)
             else:
                 spark.conf.set(name, before)
+
+
+def _is_set(spark: Any, name: str) -> bool:
+    if not is_connect(spark):
+        return bool(spark._jsparkSession.sessionState().conf().contains(name))
+    every = getattr(spark.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
+    return every is None or name in every
 
 
 @contextmanager
@@ -156,6 +150,8 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     cancelled, and its tasks would otherwise continue to write. The job is called `name` in Spark's UI, the progress bar
     `title`; verbose=0 shows no bar.
     """
+    if is_connect(df):
+        return _collect_on_connect(df)
     from pyspark import InheritableThread
 
     context, tag, done = df.sparkSession.sparkContext, f"spark_elastic-{uuid.uuid4().hex}", {}
@@ -169,6 +165,7 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
             done["error"] = error
 
     over = threading.Event()
+    quiet_log(context, verbose)
     thread = InheritableThread(target=run, name="spark_elastic write", daemon=True)
     thread.start()
     watch = None
@@ -177,7 +174,8 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
         watch = InheritableThread(target=_show_progress, args=shown, name="spark_elastic watch", daemon=True)
         watch.start()
     try:
-        thread.join()
+        with bar_hidden(context) if verbose else nullcontext():
+            thread.join()
     except BaseException:
         context.cancelJobsWithTag(tag)
         thread.join(CANCEL_S)
@@ -189,6 +187,18 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     if "error" in done:
         raise done["error"]
     return list(done["rows"])
+
+
+def _collect_on_connect(df: Any) -> list[Any]:
+    query = Query(df.sparkSession, lambda spark: list(df.collect()), name="write")
+    try:
+        query.over.wait()
+    except BaseException:
+        query.cancel(CANCEL_S)
+        raise
+    if query.error is not None:
+        raise query.error
+    return query.rows
 
 
 def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:

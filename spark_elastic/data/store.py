@@ -17,7 +17,7 @@ import stat
 import tempfile
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,9 @@ class Store:
         Raises:
             StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
         """
-        _check_shared(self, spark.sparkContext)
+        from spark_elastic.data.spark_connect import context_of  # the driver only
+
+        _check_shared(self, context_of(spark))
 
     def __fspath__(self) -> str:
         return os.fspath(self.local_path())
@@ -328,20 +330,30 @@ _shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores tha
 
 
 def ensure_shared(store: Store, context: Any) -> None:
-    """Run `Store.check_shared`, once per application and store."""
-    about = (context.applicationId, store.url)
+    """Run `Store.check_shared`, once per application and store.
+
+    Args:
+        store: The store.
+        context: A SparkContext, or a session of Spark Connect.
+    """
+    from spark_elastic.data.spark_connect import application_of  # the driver only
+    from spark_elastic.data.spark_python import check_executors
+
+    about = (application_of(context), store.url)
     if about not in _shared:
+        check_executors(context)
         _check_shared(store, context)
         _shared.add(about)
 
 
 def _check_shared(store: Store, context: Any) -> None:
-    from spark_elastic.data.spark_jobs import named  # the driver only
+    from spark_elastic.data.spark_connect import is_connect, runs_locally  # the driver only
+    from spark_elastic.data.spark_jobs import named
 
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
 
-    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
+    def probe(index: int, _rows: Iterator[Any]) -> Iterator[tuple[str, str, str]]:
         file = f"executor-{index}"
         problem = ""
         try:
@@ -360,12 +372,17 @@ def _check_shared(store: Store, context: Any) -> None:
     except Exception as error:  # each filesystem has its own exceptions
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
-        if store.is_local and (context.master == "local" or context.master.startswith("local[")):
-            return  # driver and executors are one process
-        tasks = context.defaultParallelism
-        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
-        with named(context, f"spark_elastic: check that all executors see {store.url}"):
-            answers = context.runJob(rows, list)
+        if is_connect(context):
+            if store.is_local and runs_locally(context):
+                return
+            answers = _answers_on_connect(context, probe)
+        else:
+            if store.is_local and (context.master == "local" or context.master.startswith("local[")):
+                return  # driver and executors are one process
+            tasks = context.defaultParallelism
+            rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
+            with named(context, f"spark_elastic: check that all executors see {store.url}"):
+                answers = context.runJob(rows, list)
         problems = {host: problem for host, _, problem in answers if problem}
         for host, file, problem in answers:
             if not problem and not store.exists(f"{folder}/{file}"):
@@ -380,6 +397,21 @@ def _check_shared(store: Store, context: Any) -> None:
             )
     finally:
         store.delete(folder)
+
+
+def _answers_on_connect(session: Any, probe: Callable[[int, Iterator[Any]], Iterator[tuple[str, str, str]]]) -> Any:
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        for answer in probe(context.partitionId() if context is not None else 0, iter(())):
+            yield pa.RecordBatch.from_arrays([pa.array([each]) for each in answer], ["host", "file", "problem"])
+
+    # without a number of partitions there is one for each slot
+    return session.range(0, 1 << 20).mapInArrow(task, "host string, file string, problem string").collect()
 
 
 # --- local folders ----------------------------------------------------------------------------------

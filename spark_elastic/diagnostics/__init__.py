@@ -12,6 +12,7 @@ from typing import Any
 from spark_elastic.diagnostics.findings import PROBLEM, Finding, Report
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import whole_number
+from spark_elastic.wire.ports import valid_ports
 
 __all__ = ["Finding", "Report", "doctor"]
 
@@ -22,6 +23,8 @@ def doctor(
     store: Any = None,
     storage_options: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
+    driver_port: int | str | None = None,
+    agent_ports: int | str | None = None,
     timeout: float = 60.0,
 ) -> Report:
     """Check this machine, the Spark session and its executors; report problems with their remedies.
@@ -34,13 +37,15 @@ def doctor(
         store: the folder or URI in which estimators are to keep their data; default: theirs, a temporary folder.
         storage_options: for `store`, as in estimators.
         num_proc: workers that are to train.
+        driver_port: as in `run`; the doctor listens there.
+        agent_ports: as in `run`; its tasks listen there.
         timeout: seconds for the whole check-up, even if Spark or an executor hangs.
 
     Returns:
         A `Report`: `print` it, let a notebook show it, or read `ok`, `findings` and `to_json()`.
 
     Raises:
-        InvalidSettingsError: `num_proc` or `timeout` is out of range.
+        InvalidSettingsError: `num_proc`, a port or `timeout` is out of range.
     """
     from spark_elastic.diagnostics.examination import Examination
     from spark_elastic.diagnostics.probe import start_thread
@@ -49,7 +54,14 @@ def doctor(
         num_proc = whole_number("num_proc", num_proc, at_least=1)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 1 <= timeout <= 3600:
         raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {timeout!r}")
-    examination = Examination(timeout, num_proc=num_proc, store=store, storage_options=storage_options)
+    examination = Examination(
+        timeout,
+        num_proc=num_proc,
+        store=store,
+        storage_options=storage_options,
+        driver_port=None if driver_port is None else valid_ports("driver_port", driver_port),
+        agent_ports=None if agent_ports is None else valid_ports("agent_ports", agent_ports),
+    )
 
     def examine() -> None:
         examination.check_driver()

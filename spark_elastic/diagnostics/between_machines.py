@@ -11,13 +11,14 @@ import functools
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from spark_elastic.diagnostics.findings import LITTLE_SPACE, OK, PROBLEM, WARNING, Finding, first_of
 from spark_elastic.diagnostics.probe import ANSWERS, CONNECT_TIMEOUT_S, ProbeReport, try_connections
 from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer
 from spark_elastic.membership.reasons import counted
 from spark_elastic.wire.interfaces import is_loopback
+from spark_elastic.wire.ports import Ports
 
 DRIVER = "the driver"
 MOST_TARGETS = 8
@@ -27,7 +28,10 @@ SKEW_PROBLEM_S = 60.0
 _CLOCK_ROUNDS = 5
 _MOST_FILES = 8
 """The most files of others that each executor reads."""
-_PORTS = "open the ports above 1024 between them (security group, NetworkPolicy, iptables)"
+_SYSTEMS_THAT_SHARE = ("Linux x86_64", "Linux aarch64")
+"""See `collective.shared_memory.FUTEX_AVAILABLE`."""
+_WALLS = "(security group, NetworkPolicy, iptables)"
+_NARROWER = "net.ipv4.ip_local_port_range narrows that"
 
 
 # --- connections ----------------------------------------------------------------------------------------
@@ -55,37 +59,74 @@ _Plan = list[tuple[Attempt, list[Any]]]
 
 
 def check_executors(server: ProbeServer, probes: Sequence[ConnectedProbe], timeout_s: float) -> list[Finding]:
-    """Have each executor connect to the interfaces of others; `probes` holds one of each executor."""
+    """Have each executor connect to the interfaces of others; `probes` holds one of each executor.
+
+    At first to a port of the system's choice, as Gloo's are, then to one of `agent_ports` if these are set.
+    """
+    found = judge_between_executors(_attempts(server, probes, "port", timeout_s), _ranges(probes))
+    if any("agent_port" in probe.report for probe in probes):
+        found += judge_agent_ports(_attempts(server, probes, "agent_port", timeout_s))
+    return found
+
+
+def judge_ports(reports: Sequence[ProbeReport], driver_port: Ports, agent_ports: Ports) -> Finding:
+    """Say which ports have to be open, and report agents that find none free."""
+    theirs = _ranges_of(reports)
+    facts = {"driver_port": str(driver_port), "agent_ports": str(agent_ports), "ephemeral_ports": theirs}
+    taken = [report for report in reports if report.get("agent_ports_error")]
+    if taken:
+        one = taken[0]
+        says = f"executor {one['executor']} on {one['host']} cannot listen: {one['agent_ports_error']}"
+        return Finding("ports", PROBLEM, says, "give agent_ports at least as many ports as a host has tasks", facts)
+    to_driver = "any port" if driver_port.are_any else f"port {driver_port}"
+    says = f"executors → driver: {to_driver}; executors ↔ executors: ports {theirs} (Gloo)"
+    says += "" if agent_ports.are_any else f" and {agent_ports} (agents)"
+    return Finding("ports", OK, says, facts=facts)
+
+
+def _ranges_of(reports: Sequence[ProbeReport]) -> str:
+    return ", ".join(sorted({str(report.get("ephemeral_ports", "unknown")) for report in reports})) or "unknown"
+
+
+def _ranges(probes: Sequence[ConnectedProbe]) -> str:
+    return _ranges_of([probe.report for probe in probes])
+
+
+def _attempts(server: ProbeServer, probes: Sequence[ConnectedProbe], port: str, timeout_s: float) -> list[Attempt]:
+    """Have each executor connect to a port of the others, by its name in the report."""
     wait_s = min(CONNECT_TIMEOUT_S, timeout_s)
     plans: dict[ConnectedProbe, _Plan] = {}
     for index, probe in enumerate(probes):
         others = [*probes[index + 1 :], *probes[:index]][:MOST_TARGETS]
-        plans[probe] = [each for other in others for each in _plan(probe.name, other, probe.machine == other.machine)]
+        plans[probe] = [
+            each
+            for other in others
+            if port in other.report
+            for each in _plan(probe.name, other, probe.machine == other.machine, port)
+        ]
     questions = {
         probe: ("connect", {"targets": [target for _, target in plan], "timeout_s": wait_s})
         for probe, plan in plans.items()
         if plan
     }
     answers = server.ask(questions, wait_s + 4.0)
-    return judge_between_executors(
-        [attempt for probe, answer in answers.items() for attempt in _made(plans[probe], answer)]
-    )
+    return [attempt for probe, answer in answers.items() for attempt in _made(plans[probe], answer)]
 
 
 def check_from_driver(probes: Sequence[ConnectedProbe], same_host: bool, timeout_s: float) -> Finding | None:
     """Connect from the driver to the interfaces of each executor."""
     plan = [each for probe in probes for each in _plan(DRIVER, probe, same_host)]
     answer = try_connections([target for _, target in plan], min(CONNECT_TIMEOUT_S, timeout_s))
-    return judge_driver_to_executors(_made(plan, answer))
+    return judge_driver_to_executors(_made(plan, answer), _ranges(probes))
 
 
-def _plan(source: str, probe: ConnectedProbe, same_host: bool) -> _Plan:
+def _plan(source: str, probe: ConnectedProbe, same_host: bool, port: str = "port") -> _Plan:
     report = probe.report
-    found = dict(report["addresses"])
-    outward = {name: address for name, address in found.items() if not is_loopback(address)}
+    found = [(name, address) for name, of in report["addresses"].items() for address in of]
+    outward = [(name, address) for name, address in found if not is_loopback(address)]
     return [
-        (Attempt(source, probe.name, name, address), [address, report["port"], report["identity"]])
-        for name, address in (found if same_host else outward or found).items()
+        (Attempt(source, probe.name, name, address), [address, report[port], report["identity"]])
+        for name, address in (found if same_host else outward or found)
     ]
 
 
@@ -95,30 +136,50 @@ def _made(plan: _Plan, answer: Any) -> list[Attempt]:
     return [replace(attempt, **result) for (attempt, _), result in zip(plan, results, strict=True)]
 
 
-def judge_executors_to_driver(reports: Sequence[ProbeReport]) -> list[Finding]:
-    """Judge the first attempt of each probe, including the probes that never reached the driver."""
+class Driver(Protocol):
+    """How jobs choose the driver's address, and what to do where executors do not reach it."""
+
+    tries_every_address: bool
+    """True if jobs use any address that executors reach; False if they use the first one."""
+    advice_on_address: str
+    advice_on_one: str
+    """What to do if another address was reached, with a place for it."""
+
+
+def judge_executors_to_driver(reports: Sequence[ProbeReport], driver: Driver) -> list[Finding]:
+    """Judge the attempts of each probe to reach the driver, including the probes that never did."""
     if not reports:
         return []
     facts = {f"{report['executor']}/{report['number']}": report["attempts"] for report in reports}
     found = functools.partial(Finding, "executors → driver", facts=facts)
-    failed = [report for report in reports if report["attempts"] and "error" in report["attempts"][0]]
+    attempts = {id(report): report["attempts"] for report in reports if report["attempts"]}
+    tries_all = driver.tries_every_address
+    failed = [
+        report
+        for report in reports
+        if (tried := attempts.get(id(report), []))
+        and "error" in tried[0]
+        and not (tries_all and any("ms" in attempt for attempt in tried))
+    ]
     if not failed:
         slowest = max(attempt["ms"] for report in reports for attempt in report["attempts"] if "ms" in attempt)
-        addresses = ", ".join(sorted({report["attempts"][0]["to"] for report in reports if report["attempts"]}))
+        addresses = ", ".join(sorted({tried["to"] for each in attempts.values() for tried in each if "ms" in tried}))
         says = f"{counted(len(reports), 'task')} can reach the driver at {addresses} in at most {slowest:.0f} ms"
         return [found(OK, says)]
     one = failed[0]
     first = one["attempts"][0]
     says = f"executor {one['executor']} on {one['host']} does not reach the driver at {first['to']}: {first['error']}"
     reached = [attempt["to"] for attempt in one["attempts"] if "ms" in attempt]
-    fix = "set spark.driver.host to an address of the driver that executors reach, or open the driver's ports to them"
+    fix = f"{driver.advice_on_address} to them"
     if reached:
         says += f"; it does at {reached[0]}"
-        fix = f"set spark.driver.host={reached[0].rpartition(':')[0]}"
+        fix = driver.advice_on_one.format(reached[0].rpartition(":")[0])
+    elif len(one["attempts"]) > 1:
+        says += f", nor at {first_of([attempt['to'] for attempt in one['attempts'][1:]], 8)}"
     return [found(PROBLEM, says, fix)]
 
 
-def judge_driver_to_executors(attempts: Sequence[Attempt]) -> Finding | None:
+def judge_driver_to_executors(attempts: Sequence[Attempt], ports: str) -> Finding | None:
     """Name the executors that the driver reaches on no interface."""
     if not attempts:
         return None
@@ -130,12 +191,18 @@ def judge_driver_to_executors(attempts: Sequence[Attempt]) -> Finding | None:
         return Finding("driver → executors", OK, says, facts=facts)
     one = by_target[unreached[0]][0]
     says = f"the driver reaches {first_of(unreached)} on no interface; {one.named}: {one.error}"
-    fix = f"large task results are fetched that way by Spark itself; {_PORTS}"
+    fix = f"large task results are fetched that way by Spark itself; open ports {ports} of the executors {_WALLS}"
     return Finding("driver → executors", WARNING, says, fix, facts)
 
 
-def judge_between_executors(attempts: Sequence[Attempt]) -> list[Finding]:
-    """Return a finding for each interface or pair that fails, or one finding that says that all work."""
+def judge_between_executors(attempts: Sequence[Attempt], ports: str) -> list[Finding]:
+    """Return a finding for each interface or pair that fails, or one finding that says that all work.
+
+    Args:
+        attempts: connections to a port of the system's choice.
+        ports: the ranges that the systems choose from.
+    """
+    open_them = f"open TCP ports {ports} between the executors {_WALLS}: Gloo listens there; {_NARROWER}"
     findings: list[Finding] = []
     found = functools.partial(Finding, "executors ↔ executors", facts={"tries": [vars(each) for each in attempts]})
     pairs: dict[tuple[str, str], list[Attempt]] = {}
@@ -145,10 +212,10 @@ def judge_between_executors(attempts: Sequence[Attempt]) -> list[Finding]:
     for (source, target), of in list(cut.items())[:5]:
         errors = "; ".join(f"{attempt.named}: {attempt.error}" for attempt in of)
         says = f"{source} reaches {target} on no interface: {errors}"
-        findings.append(found(PROBLEM, says, f"{_PORTS}, in both directions"))
+        findings.append(found(PROBLEM, says, open_them))
     if len(cut) > 5:
         says = f"and {len(cut) - 5} more pairs of executors do not reach one another"
-        findings.append(found(PROBLEM, says, _PORTS))
+        findings.append(found(PROBLEM, says, open_them))
     working = [attempt for attempt in attempts if not attempt.error]
     interfaces = sorted({attempt.interface for attempt in working})
     filtered = [attempt for attempt in attempts if attempt.error and (attempt.source, attempt.target) not in cut]
@@ -163,6 +230,21 @@ def judge_between_executors(attempts: Sequence[Attempt]) -> list[Finding]:
         says = f"{len(pairs)} pairs reach each other on {', '.join(interfaces)}, in at most {slowest:.0f} ms"
         findings.append(found(OK, says))
     return findings
+
+
+def judge_agent_ports(attempts: Sequence[Attempt]) -> list[Finding]:
+    """Report the pairs of executors that do not reach each other on `agent_ports`."""
+    pairs: dict[tuple[str, str], list[Attempt]] = {}
+    for attempt in attempts:
+        pairs.setdefault((attempt.source, attempt.target), []).append(attempt)
+    cut = {pair: of for pair, of in pairs.items() if all(attempt.error for attempt in of)}
+    facts = {"tries": [vars(each) for each in attempts]}
+    for (source, target), of in list(cut.items())[:1]:
+        more = f" (and {counted(len(cut) - 1, 'more pair')})" if len(cut) > 1 else ""
+        says = f"{source} does not reach {target} at a port of agent_ports{more}: {of[0].named}: {of[0].error}"
+        fix = f"open agent_ports between the executors {_WALLS}: without them, interfaces are chosen blindly"
+        return [Finding("agent ports", WARNING, says, fix, facts)]
+    return []
 
 
 def _by_target(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
@@ -336,9 +418,11 @@ def judge_shared_memory(results: Mapping[str, str], systems: set[str]) -> Findin
     facts = {"hosts": dict(results), "systems": sorted(systems)}
     found = functools.partial(Finding, "shared memory", facts=facts)
     failed = {host: reason for host, reason in results.items() if reason}
-    other = sorted(system for system in systems if system != "Linux x86_64")
+    other = sorted(systems.difference(_SYSTEMS_THAT_SHARE))
     if other:
-        says = f"reductions through memory need Linux on x86-64, and there is {', '.join(other)}: Gloo is used"
+        says = (
+            f"reductions through memory need Linux on x86-64 or aarch64, and there is {', '.join(other)}: Gloo is used"
+        )
         return found(OK, says)
     if failed:
         host, reason = next(iter(failed.items()))

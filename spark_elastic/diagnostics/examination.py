@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.diagnostics import between_machines, findings
-from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
+from spark_elastic.diagnostics.clusters import Cluster, ProbeJob, cluster_of
+from spark_elastic.diagnostics.findings import PROBLEM, WARNING, Finding, Report
 from spark_elastic.diagnostics.probe import ProbeReport, collect_facts, start_thread
 from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer, probe_task
-from spark_elastic.driver.preflight import check_spark
-from spark_elastic.driver.spark import cluster
+from spark_elastic.driver.preflight import check_spark, session_ports
+from spark_elastic.errors import PortsTakenError
 from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.interfaces import interface_addresses, is_address, is_loopback
-
-if TYPE_CHECKING:
-    from pyspark import SparkContext
+from spark_elastic.wire.ports import Ports
 
 MOST_PROBES = 256
 """On a cluster with more slots, only this many are examined."""
@@ -42,6 +40,10 @@ class Examination:
     storage_options: Mapping[str, Any] | None = None
     wall: Callable[[], float] = clock.wall
     """Reads the driver's clock, in seconds since the epoch."""
+    driver_port: Ports | None = None
+    """Ports of the driver that jobs are to use; None: those of the session. The doctor listens there too."""
+    agent_ports: Ports | None = None
+    """Ports of the agents, likewise."""
     with_torch: bool = True
     """True to import torch on executors, which takes seconds."""
 
@@ -96,55 +98,61 @@ class Examination:
     def check_cluster(self, spark: Any) -> None:
         """Check a session, and the executors that it has or gets."""
         try:
-            sc = check_spark(spark)
+            cluster = cluster_of(check_spark(spark))
         except Exception as error:
             self.check_without_spark(str(error), "change the session as the line above says")
             return
         try:
-            self._check("java", _java_of, sc)
-            self._check("Spark", _spark_of, sc)
-            self._check("task slots", self._check_slots, sc)
+            self._check("java", cluster.java)
+            self._check("Spark", cluster.spark)
+            self._check("task slots", self._check_slots, cluster)
             if self._probes_wanted > 0:
-                self._run_probes(sc, self._probes_wanted)
+                self._run_probes(cluster, self._probes_wanted)
             else:
                 self._check_limits([], self.num_proc or 1)
         finally:
-            cluster.close_connection(sc)
+            cluster.close()
 
-    def _check_slots(self, sc: SparkContext) -> Finding:
-        slots = cluster.count_slots(sc)
-        dynamic = cluster.dynamic_allocation(sc)
-        wanted = slots.now
-        if dynamic:  # executors come once tasks ask for them
-            wanted = max(wanted, min(self.num_proc or 2, slots.most or MOST_PROBES))
+    def _check_slots(self, cluster: Cluster) -> Finding:
+        found, wanted = cluster.slots(self.num_proc, MOST_PROBES)
         self._probes_wanted = min(wanted, MOST_PROBES)
-        task_cpus = sc.getConf().get("spark.task.cpus", "1") or "1"
-        return findings.judge_slots(slots, self.num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
+        return found
 
-    def _run_probes(self, sc: SparkContext, wanted: int) -> None:
-        host = sc.getConf().get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
-        on_this_machine = is_address(host) and is_loopback(host)
-        other = [] if on_this_machine else [a for a in interface_addresses().values() if not is_loopback(a)]
+    def _run_probes(self, cluster: Cluster, wanted: int) -> None:
+        bind, addresses = cluster.listen_at()
         key = new_key()
-        with contextlib.closing(ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)) as server:
+        driver_port = self.driver_port or session_ports(cluster.context, "driver_port")
+        agent_ports = self.agent_ports or session_ports(cluster.context, "agent_ports")
+        try:
+            listening = ProbeServer(bind, key, driver_port)
+        except (OSError, PortsTakenError) as error:
+            fix = "jobs of this driver would fail in the same way; end the job that runs, or change driver_port"
+            self.add(Finding("ports", PROBLEM, f"the driver cannot listen: {error}", fix))
+            self._check_limits([], wanted)
+            return
+        with contextlib.closing(listening) as server:
             order = {
-                "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
+                "addresses": [(address, server.port) for address in addresses],
                 "key": key,
                 "seconds": self.timeout_s,
                 "connect_s": min(5.0, self.timeout_s / 6),
+                "agent_ports": tuple(agent_ports),
             }
-            job = cluster.BackgroundJob(sc, wanted, probe_task(order, _PACKAGE), "spark_elastic doctor")
+            job = cluster.run_probes(wanted, probe_task(order, _PACKAGE))
             try:
-                self._check_probes(sc, server, job, wanted)
+                self._check_probes(cluster, server, job, wanted)
+                reports = [probe.report for probe in server.probes]
+                if reports:
+                    self._check("ports", between_machines.judge_ports, reports, driver_port, agent_ports)
             finally:
                 server.close()
                 if not job.over.wait(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1)):
                     start_thread(job.cancel, 1.0).join(2.0)  # on a thread: a hanging JVM does not answer
                 connected = {probe.number for probe in server.probes}
-                unconnected = [report for report in job.rows if report["number"] not in connected]
-                self._findings += between_machines.judge_executors_to_driver(unconnected)
+                unconnected = [report for report in job.reports() if report["number"] not in connected]
+                self._findings += between_machines.judge_executors_to_driver(unconnected, cluster)
 
-    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: cluster.BackgroundJob, wanted: int) -> None:
+    def _check_probes(self, cluster: Cluster, server: ProbeServer, job: ProbeJob, wanted: int) -> None:
         began = clock.monotonic()
         server.wait_for(wanted, self._left(self.timeout_s / 2), job.over)
         waited = clock.monotonic() - began
@@ -153,17 +161,17 @@ class Examination:
         first = {probe.report["executor"]: probe for probe in reversed(probes)}
         one_each = list(first.values())[::-1]
         """The first probe of each executor."""
-        expected = [] if cluster.is_local(sc) else cluster.executor_ids(sc)
-        ran_unconnected = job.over.is_set() and job.error is None and not probes
+        expected = cluster.executors()
+        error = job.why_failed()
+        ran_unconnected = job.over.is_set() and error is None and not probes
         if not ran_unconnected:  # the finding "executors → driver" names the probes that ran and did not connect
-            error = None if job.error is None else cluster.reason_of_error(job.error)
             self._check("executors", findings.judge_executors, reports, expected, wanted, waited, error)
         if not probes:
             self._check_limits([], wanted)
             return
         of_executors = [probe.report for probe in one_each]
         self._check("package on executors", findings.judge_executor_packages, self._driver, of_executors)
-        self._check("executors → driver", between_machines.judge_executors_to_driver, reports)
+        self._check("executors → driver", between_machines.judge_executors_to_driver, reports, cluster)
         same_host = {report["hostname"] for report in of_executors} == {self._driver["hostname"]}
         self._check("driver → executors", between_machines.check_from_driver, one_each, same_host, self._left(5.0))
         self._check("executors ↔ executors", between_machines.check_executors, server, one_each, self._left(5.0))
@@ -171,11 +179,11 @@ class Examination:
         self._check("clocks", between_machines.check_clocks, one_each, self.wall, self._left(5.0))
         self._check("shared memory", between_machines.check_shared_memory, probes, self._left(5.0))
         self._check_limits(one_each, wanted)
-        self._check_torch(sc, server, one_each, reports)  # last, because it takes longest
+        self._check_torch(cluster, server, one_each, reports)  # last, because it takes longest
 
     def _check_torch(
         self,
-        sc: SparkContext,
+        cluster: Cluster,
         server: ProbeServer,
         one_each: Sequence[ConnectedProbe],
         reports: Sequence[ProbeReport],
@@ -189,7 +197,7 @@ class Examination:
         answers = {probe.name: answer for probe, answer in server.ask(questions, wait_s).items()}
         if answers:
             self._check("torch on executors", findings.judge_torch, answers)
-        amount = sc.getConf().get("spark.task.resource.gpu.amount")
+        amount = cluster.setting("spark.task.resource.gpu.amount")
         self._check("GPUs", findings.judge_gpus, amount, reports, answers)
 
     def _check_storage(
@@ -203,21 +211,3 @@ class Examination:
             return Finding("storage", WARNING, says, fix)
         url = str(store.local_path()) if store.is_local else store.url
         return between_machines.check_storage(server, probes, url, self.storage_options, self._left(20.0))
-
-
-def _java_of(sc: SparkContext) -> Finding:
-    jvm: Any = sc._jvm
-    version, home = (str(jvm.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
-    return findings.java_found(home, version)
-
-
-def _spark_of(sc: SparkContext) -> Finding:
-    facts = {"version": sc.version, "master": sc.master, "application": sc.applicationId}
-    return Finding("Spark", OK, f"Spark {sc.version} on {sc.master}, application {sc.applicationId}", facts=facts)
-
-
-def _busy(sc: SparkContext) -> int:
-    """Count the tasks that run now."""
-    tracker = sc.statusTracker()
-    stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-    return sum(stage.numActiveTasks for stage in stages if stage is not None)

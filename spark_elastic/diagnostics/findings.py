@@ -321,6 +321,30 @@ def judge_slots(slots: SlotCount, num_proc: int | None, *, busy: int, dynamic: b
     return found(OK, says)
 
 
+def judge_slots_on_connect(now: int | None, num_proc: int | None, *, dynamic: bool, task_cpus: str) -> Finding:
+    """Compare the task slots behind a Spark Connect server, busy or not, with the workers that are to train.
+
+    Args:
+        now: the slots that there are; None if the server does not show them.
+        num_proc: workers that are to train; None for at least one.
+        dynamic: True with dynamic allocation.
+        task_cpus: the value of spark.task.cpus.
+    """
+    found = functools.partial(
+        Finding, "task slots", facts={"total": now, "dynamic_allocation": dynamic, "needed": num_proc}
+    )
+    if now is None:
+        return found(WARNING, "the Spark Connect server does not show its task slots", "give num_proc to run and fit")
+    says = f"{counted(now, 'task slot')}, busy or not"
+    if dynamic:
+        return found(OK, f"{says}; dynamic allocation may add some")
+    if now < (num_proc or 1):
+        fix = f"add executors or cores, or lower num_proc to {now}" if now else "add executors"
+        says += f"; {num_proc or 1} are needed"
+        return found(PROBLEM, says, f"{fix}; each slot takes spark.task.cpus={task_cpus} cores")
+    return found(OK, says)
+
+
 def judge_executors(
     reports: Sequence[ProbeReport], expected: Sequence[str], wanted: int, waited_s: float, error: str | None
 ) -> Finding:

@@ -25,10 +25,11 @@ from importlib import metadata
 from typing import Any
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import ChannelClosedError
+from spark_elastic.errors import ChannelClosedError, PortsTakenError
 from spark_elastic.task.executor_process import accelerators_in_task, executor_id_in_task, host_name_in_task
 from spark_elastic.wire.framing import Connection
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.wire.interfaces import every_address, interface_addresses
+from spark_elastic.wire.ports import ANY, Ports, ephemeral_ports, listen, with_port
 
 PACKAGES = ("torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "tensorflow-cpu", "keras")
 CONNECT_TIMEOUT_S = 5.0
@@ -57,6 +58,7 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.machine()}",
         "addresses": interface_addresses(),
+        "ephemeral_ports": str(ephemeral_ports() or "unknown"),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "start_method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "descriptors": _limit("RLIMIT_NOFILE"),
@@ -78,7 +80,7 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         order: `addresses` of the doctor, in the order to try; the `key`; `seconds` for everything; `connect_s` for
-            each address.
+            each address; `agent_ports`, the first and the last.
         report: from `collect_facts`.
 
     Returns:
@@ -86,18 +88,29 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """
     until = time.monotonic() + order["seconds"]
     identity = f"{report['hostname']}/{report['executor']}/{report['number']}/{os.urandom(8).hex()}"
-    with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
-        start_thread(_send_identity, listener, identity)
-        report |= {"port": listener.getsockname()[1], "identity": identity, "attempts": []}
+    with contextlib.ExitStack() as listening:
+
+        def listen_at(ports: Ports) -> int:
+            listener = listening.enter_context(listen(every_address(), ports, "agent_ports", backlog=64))
+            start_thread(_send_identity, listener, identity)
+            return int(listener.getsockname()[1])
+
+        # the first is a port of the system's choice, as Gloo's are; the second one that an agent would take
+        report |= {"port": listen_at(ANY), "identity": identity, "attempts": []}
+        if not (agent_ports := Ports(*order.get("agent_ports", ANY))).are_any:
+            try:
+                report["agent_port"] = listen_at(agent_ports)
+            except (OSError, PortsTakenError) as error:
+                report["agent_ports_error"] = str(error)
         for host, port in order["addresses"]:
             began = time.monotonic()
             try:
                 sock = socket.create_connection((host, port), order["connect_s"])
                 connection = JsonConnection(sock, order["key"], server=False, timeout_s=order["connect_s"])
             except Exception as error:
-                report["attempts"].append({"to": f"{host}:{port}", "error": _describe(error)})
+                report["attempts"].append({"to": with_port(host, port), "error": _describe(error)})
                 continue
-            report["attempts"].append({"to": f"{host}:{port}", "ms": _ms_since(began)})
+            report["attempts"].append({"to": with_port(host, port), "ms": _ms_since(began)})
             _answer_questions(connection, report, until)
             break
     return report

@@ -19,9 +19,10 @@ from spark_elastic.diagnostics import probe
 from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport, start_thread
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.task import executor_process
-from spark_elastic.wire import framing, interfaces
+from spark_elastic.wire import framing, interfaces, ports
+from spark_elastic.wire.ports import ANY, Ports, listen
 
-SHIPPED = (errors, framing, interfaces, store, executor_process, probe)
+SHIPPED = (errors, framing, interfaces, ports, store, executor_process, probe)
 """Modules whose sources travel with the tasks; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
 Question = tuple[str, dict[str, Any]]
@@ -76,14 +77,23 @@ class ConnectedProbe:
 
 
 class ProbeServer:
-    """Accepts the connections of probes until `close`, and asks many probes at the same time."""
+    """Accepts the connections of probes until `close`, and asks many probes at the same time.
 
-    def __init__(self, bind: str, key: bytes) -> None:
+    Args:
+        bind: the address to listen at.
+        key: the key that probes prove to have.
+        ports: those of `driver_port`.
+
+    Raises:
+        PortsTakenError: all of them are in use.
+    """
+
+    def __init__(self, bind: str, key: bytes, ports: Ports = ANY) -> None:
         self._key = key
         self._changed = threading.Condition()
         self._probes: dict[int, ConnectedProbe] = {}
         self._closed = False
-        self._listener = socket.create_server((bind, 0), backlog=256)
+        self._listener = listen(bind, ports, "driver_port", backlog=256)
         self.port: int = self._listener.getsockname()[1]
         start_thread(self._accept)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.errors import UnknownInterfaceError
+from spark_elastic.errors import PortsTakenError, UnknownInterfaceError
 from spark_elastic.membership.topology import AgentId
-from spark_elastic.wire.interfaces import is_loopback
+from spark_elastic.wire.interfaces import is_ipv6, is_loopback
 from spark_elastic.wire.messages import AgentHello
+from spark_elastic.wire.ports import split_port, with_port
 
 PROBES_PER_NEWCOMER = 3
 """The most agents on other hosts with which a new agent tries connections. A bad route shows with any of them."""
@@ -45,9 +46,13 @@ class AddressBook:
 
         Raises:
             UnknownInterfaceError: Its host has none of the interfaces in `nics`.
+            PortsTakenError: It found no free port among those of `agent_ports`.
         """
+        if hello.ports_taken:
+            raise PortsTakenError(hello.ports_taken, setting="agent_ports", host=hello.place.host)
         allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
-        candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, is_loopback(a), a))
+        found = [address for of in allowed.values() for address in of]
+        candidates = sorted(found, key=lambda a: (a != channel_address, is_loopback(a), is_ipv6(a), a))
         self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
 
     def gone(self, agent: AgentId) -> None:
@@ -63,7 +68,10 @@ class AddressBook:
         others = [other for other, known in self._agents.items() if known.host != mine.host][:PROBES_PER_NEWCOMER]
         if not others:
             return []
-        asked = [(agent, tuple(t for other in others for t in self._targets(other))), (others[0], self._targets(agent))]
+        asked = [
+            (agent, tuple(target for other in others for target in self._targets(other, agent))),
+            (others[0], self._targets(agent, others[0])),
+        ]
         asked = [(prober, targets) for prober, targets in asked if targets]
         for prober, targets in asked:
             self._asked[prober] = self._asked.get(prober, ()) + targets
@@ -71,18 +79,27 @@ class AddressBook:
 
     def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
         """Record the targets to which an agent could connect, of those that it was asked to try."""
-        reached = {target.rpartition(":")[0] for target in reachable}
-        asked = {target.rpartition(":")[0] for target in self._asked.pop(prober, ())}
+        reached = {split_port(target)[0] for target in reachable}
+        asked = {split_port(target)[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached
         self._unreached |= asked - reached
 
     def choose(self, agents: Sequence[AgentId]) -> dict[AgentId, str]:
         """Return one address for each agent of a world.
 
+        All get IPv4 addresses or all get IPv6 addresses where that is possible: the protocol that most of them prefer.
         A loopback address is chosen only if all agents are on one host, or if a host has no other.
         """
-        one_host = len({self._agents[agent].host for agent in agents}) <= 1
-        return {agent: self._best(self._agents[agent], one_host) for agent in agents}
+        known = [self._agents[agent] for agent in agents]
+        one_host = len({each.host for each in known}) <= 1
+        best = [self._best(each, one_host) for each in known]
+        mostly_ipv6 = sum(map(is_ipv6, best)) > len(best) / 2
+        for ipv6 in (mostly_ipv6, not mostly_ipv6):
+            same = [self._best_of_protocol(each, one_host, ipv6) for each in known]
+            if None not in same:
+                best = [address for address in same if address is not None]
+                break
+        return dict(zip(agents, best, strict=True))
 
     def _best(self, known: _AgentAddresses, one_host: bool) -> str:
         if one_host:
@@ -90,12 +107,28 @@ class AddressBook:
         usable = [a for a in known.candidates if a not in self._unreached] or list(known.candidates)
         return min(usable, key=lambda a: (a not in self._reached, usable.index(a)))
 
-    def _targets(self, agent: AgentId) -> tuple[str, ...]:
-        known = self._agents[agent]
-        return tuple(f"{address}:{known.probe_port}" for address in known.candidates) if known.probe_port else ()
+    def _best_of_protocol(self, known: _AgentAddresses, one_host: bool, ipv6: bool) -> str | None:
+        """Return the best address of one protocol; None if there is none that can be expected to work."""
+        of = [a for a in known.candidates if is_ipv6(a) == ipv6]
+        if not one_host:
+            of = [a for a in of if not is_loopback(a) and a not in self._unreached]
+        return min(of, key=lambda a: (a not in self._reached and not one_host, of.index(a)), default=None)
+
+    def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
+        """Return where the prober has to try to reach the agent.
+
+        Addresses that the prober's host has too (loopback, a container bridge) are left out: with `agent_ports`, an
+        agent of its own host may answer there.
+        """
+        known, own = self._agents[agent], self._agents[prober].candidates
+        if not known.probe_port:
+            return ()
+        return tuple(with_port(address, known.probe_port) for address in known.candidates if address not in own)
 
 
-def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] | None) -> dict[str, str]:
+def check_interfaces(
+    host: str, addresses: dict[str, tuple[str, ...]], nics: Sequence[str] | None
+) -> dict[str, tuple[str, ...]]:
     """Return the addresses of a host that collectives may use, by the name of their interface.
 
     Args:
@@ -104,16 +137,16 @@ def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] |
         nics: Names of the interfaces that may be used. None: all.
 
     Raises:
-        UnknownInterfaceError: The host has none of `nics`, or no IPv4 address at all.
+        UnknownInterfaceError: The host has none of `nics`, or no address at all.
     """
     if not addresses:
-        problem = f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4"
+        problem = f"host {host} has no interface that is up and has an IPv4 address or a global IPv6 address"
         raise UnknownInterfaceError(problem, host=host, nics=())
     if nics is None:
         return addresses
-    allowed = {name: address for name, address in addresses.items() if name in nics}
+    allowed = {name: of for name, of in addresses.items() if name in nics}
     if not allowed:
         problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
-        found = ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items()))
+        found = ", ".join(f"{name} ({', '.join(of)})" for name, of in sorted(addresses.items()))
         raise UnknownInterfaceError(f"{problem}; it has {found}", host=host, nics=tuple(nics))
     return allowed

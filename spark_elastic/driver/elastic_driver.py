@@ -19,7 +19,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
-from spark_elastic.driver.peers import Peers
+from spark_elastic.driver.peers import JobObserver, Peers
 from spark_elastic.errors import (
     JobCancelledError,
     JobError,
@@ -38,6 +38,7 @@ from spark_elastic.membership.timeline import JobEnded, Record, Waiting
 from spark_elastic.membership.topology import SlotId, WorkerId
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.job_status import Document, StatusModel, Totals, WorkerStatus
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import LaunchSpec
@@ -143,6 +144,7 @@ class ElasticDriver:
     Args:
         make_launcher: Makes the launcher, from the `on_ended` that it has to call.
         listening: The bound socket for agents and workers.
+        observer: Receives the job's epochs and changes.
     """
 
     def __init__(
@@ -156,6 +158,8 @@ class ElasticDriver:
         printer: OutputPrinter,
         verbose: int = 1,
         progress: ProgressModel | None = None,
+        status: StatusModel | None = None,
+        observer: JobObserver | None = None,
     ) -> None:
         self._settings = settings
         self._launcher = make_launcher(self._on_launch_ended)
@@ -163,8 +167,11 @@ class ElasticDriver:
         self._sources = sources
         self._machine = Membership(settings)
 
-        self._announcer = Announcer(spec.job, printer.say, verbose, progress)
-        self._peers = Peers(spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail)
+        on_change = None if observer is None else observer.membership_changed
+        self._announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
+        self._peers = Peers(
+            spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail, observer
+        )
         self._launched: set[SlotId] = set()
         """Slots whose launch has not ended."""
         self._results = WorkerResults()
@@ -240,6 +247,29 @@ class ElasticDriver:
             failed=registry.failed,
             resets=registry.resets,
         )
+
+    def workers(self) -> list[WorkerStatus]:
+        """Return the workers that are not gone."""
+        registry = self._machine.registry
+        return [
+            WorkerStatus(
+                worker.id,
+                worker.place.host,
+                worker.place.executor,
+                worker.rank if 0 < worker.round == registry.round else None,
+                worker.state.value,
+                worker.blocked_s,
+            )
+            for worker in list(registry.workers.values())  # a copy: the job's thread changes the dict meanwhile
+        ]
+
+    def document(self, model: StatusModel) -> Document:
+        """Return what the status page shows at this moment."""
+        status = self.status()
+        totals = Totals(
+            status.phase, status.round, status.ready, status.succeeded, status.failed, status.resets, status.progress
+        )
+        return model.document(totals, self.workers(), self.changes(), clock.monotonic(), clock.wall())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the job's thread. No effect before `run` and after its end."""

@@ -84,7 +84,7 @@ class LocalLauncher:
 
     Args:
         hosts: Names that the agents report as their hosts; slots take them in turn. Another address of this machine
-            (such as 127.0.0.2) simulates a second host.
+            (such as 127.0.0.2) simulates a second host. With "::1", all connections are IPv6.
         cores: Cores of each worker, which is its default number of threads.
         preimport: Modules that a worker imports while it waits for its function. Default: torch or TensorFlow,
             depending on the names in the function.

@@ -11,13 +11,13 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.reporting.progress import ProgressModel
+from spark_elastic.reporting.progress import ProgressModel, wrapped
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
 # --- files (run(output_dir=...)) -----------------------------------------------------------------
@@ -149,13 +149,27 @@ class OutputPrinter:
             self._dropped += 1
 
     def say(self, text: str) -> None:
-        """Queue a line about the job."""
-        self.line(text, self._job_stream())
+        """Queue a line about the job; a long one as several lines."""
+        self.line(wrapped(text, self._screen.columns), self._job_stream())
 
-    def worker_lines(self, who: str, stream: str, lines: tuple[str, ...]) -> None:
-        """Queue lines of a worker (`who`: its rank, or "slot 3" before it has one)."""
-        for text in lines:
+    def keep(self, who: str, stream: str, text: str) -> None:
+        """Write lines of a worker into the files alone, because they are shown in another way."""
+        if self._copy is not None:
+            for line in text.splitlines():
+                self._copy(who, stream, line)
+
+    def worker_lines(self, who: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
+        """Queue lines of a worker.
+
+        Args:
+            who: Its rank, or "slot 3" before it has one.
+            stream: "stdout" or "stderr".
+            lines: The lines, all of which are written into the files.
+            shown: Those of them to print. Default: all.
+        """
+        for text in lines if shown is None else shown:
             self.line(f"[{who}]<{stream}>:{text}", stream)
+        for text in lines:
             if self._copy is not None:
                 self._copy(who, stream, text)
 
@@ -177,7 +191,7 @@ class OutputPrinter:
             if progress is not None:
                 progress.look_at_cluster(now)
                 if (about := progress.line(now, bar=self._screen.live)) is not None:
-                    lines.append((self._job_stream(), f"spark_elastic: {about}"))
+                    lines.append((self._job_stream(), wrapped(f"spark_elastic: {about}", self._screen.columns)))
             if lines:
                 self._write(lines)
             if progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):

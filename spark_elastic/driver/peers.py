@@ -7,21 +7,28 @@ event loop, like the `RendezvousServer` below it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
+from spark_elastic.driver.tensorflow_lines import InterruptedSteps
+from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.reasons import LossCause, LossKind, change_in_words, loss_in_words
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.reporting.announcer import Announcer
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.history import Row
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.messages import LaunchSpec
@@ -31,6 +38,25 @@ logger = logging.getLogger(__name__)
 MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
 """Seconds for which messages of a worker are still read after its process has ended."""
+
+
+class JobObserver(Protocol):
+    """A receiver of a job's epochs and changes, on the job's thread: `jobs.driver_callbacks.CallbackSession`."""
+
+    def epoch_ended(self, row: Row, answer: Callable[[str], None] | None) -> None:
+        """Take an epoch's row, perhaps not for the first time.
+
+        `answer`, if there is one, has to be called on any thread, with the reason to end the training or "".
+        """
+        ...
+
+    def membership_changed(self, change: MembershipChange) -> None:
+        """Take a change of the workers, once it is announced."""
+        ...
+
+    def job_over(self) -> None:
+        """Learn that nothing comes any more."""
+        ...
 
 
 class LoopResults:
@@ -75,6 +101,7 @@ class Peers:
     """Called with each event for the membership machine."""
     fail: Callable[[SparkElasticError], None]
     """Called with an error that ends the job."""
+    observer: JobObserver | None = None
 
     def __post_init__(self) -> None:
         self.server = RendezvousServer(
@@ -90,6 +117,8 @@ class Peers:
         """Slots of all connected agents, also of those that were sent away."""
         self._agent_of: dict[WorkerId, AgentId] = {}
         """Agents of the workers that were started and are not gone."""
+        self._shown: defaultdict[WorkerId, InterruptedSteps] = defaultdict(InterruptedSteps)
+        """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
         self._without_interface: set[SlotId] = set()
         """Slots whose last agent had no usable interface."""
@@ -165,7 +194,7 @@ class Peers:
             return
         try:
             self._addresses.joined(agent, hello, address)
-        except UnknownInterfaceError as error:
+        except (UnknownInterfaceError, PortsTakenError) as error:
             self._dismiss_unusable(agent, hello.place.slot, error)
             return
         self._without_interface.discard(hello.place.slot)
@@ -173,8 +202,8 @@ class Peers:
             self.server.to_agent(prober, wire.ProbePeers(targets))
         self.handle(seen.AgentJoined(agent, hello.place))
 
-    def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
-        """Dismiss an agent without a usable interface, or fail the job if too few slots are left for a first world."""
+    def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: SparkElasticError) -> None:
+        """Dismiss an agent without a usable interface or port, or fail the job if too few slots are left at first."""
         self._without_interface.add(slot)
         logger.warning("an agent is sent away: %s", error)
         usable = self.settings.max_num_proc - len(self._without_interface)
@@ -200,8 +229,12 @@ class Peers:
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
                     cause = LossCause(LossKind.EXITED, code=exit_code)
                     self.handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
+            case wire.FunctionWanted(start):
+                part = self.spec.function[max(start, 0) : max(start, 0) + wire.FUNCTION_PART_BYTES]
+                self.server.to_agent(agent, wire.FunctionPart(start, part))
             case wire.OutputLines(worker, stream, lines):
-                self.printer.worker_lines(self._name_of(worker, agent), stream, lines)
+                shown = self._shown[worker].shown(lines) if stream == "stderr" else lines
+                self.printer.worker_lines(self._name_of(worker, agent), stream, lines, shown)
             case wire.ResultStored(worker, _, in_loop, run):
                 self.handle(seen.WorkerDone(worker, in_loop, run))
             case wire.PeersReachable(reachable):
@@ -216,6 +249,7 @@ class Peers:
         self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
             del self._agent_of[worker]
+            self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
         self._addresses.gone(agent)
 
@@ -237,25 +271,51 @@ class Peers:
                 for behind in self._loop_results.offered(message):
                     self.server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback, exit_code):
+                if (agent := self._agent_of.get(worker)) is not None:
+                    self.printer.keep(self._name_of(worker, agent), "stderr", traceback)
                 self.handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:
                     self.announcer.live(message, clock.monotonic())
             case wire.EpochEnded():
                 self.announcer.epoch(message, clock.monotonic())
+            case wire.EpochRow():
+                self._epoch_ended(worker, message)
             case wire.Notice(text):
                 self.announcer.notice(worker, text, clock.monotonic())
             case wire.Abandoned(why):
                 self.handle(seen.WorkerAbandoned(worker, why))
             case _:
-                self.server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self.handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
+                self._broke_protocol(worker, f"a worker does not send {type(message).__name__}")
+
+    def _broke_protocol(self, worker: WorkerId, why: str) -> None:
+        self.server.drop_worker(worker, why)
+        self.handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
+
+    def _epoch_ended(self, worker: WorkerId, message: wire.EpochRow) -> None:
+        loop, epoch = asyncio.get_running_loop(), message.epoch
+
+        def answer(stop: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(self.server.to_worker, worker, wire.EpochDecision(epoch, stop))
+
+        try:
+            row = json.loads(message.payload)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or row.get("epoch") != epoch:
+            self._broke_protocol(worker, f"the row of epoch {epoch} is not one")
+        elif self.observer is not None:
+            self.observer.epoch_ended(row, answer if message.waits else None)
+        elif message.waits:
+            answer("")
 
     def worker_gone(self, worker: WorkerId, why: str) -> None:
         self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
     def _forget_worker(self, worker: WorkerId) -> None:
         self._agent_of.pop(worker, None)
+        self._shown.pop(worker, None)
         self.server.drop_worker(worker, "its process is gone")
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:

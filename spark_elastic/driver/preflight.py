@@ -12,8 +12,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.data.spark_jobs import connect_error, refuse_connect
+from spark_elastic.data.spark_connect import (
+    active_session,
+    check_packages,
+    is_connect,
+    server_answers,
+    server_of,
+    setting_of,
+)
+from spark_elastic.data.spark_python import choose_python
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, NoSparkContextError, NotPicklableError
+from spark_elastic.wire.ports import ANY, Ports, valid_ports
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -22,17 +31,24 @@ _JAVA = 17
 _MAX_PARTS = 200
 """Parts of an object that are searched for one that cannot be pickled."""
 
+SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spark.elastic.agent.ports"}
+"""Settings of a Spark session that give the ports of its jobs."""
+
 # --- Spark --------------------------------------------------------------------------------------
 
 
-def check_spark(spark: Any = None) -> SparkContext:
-    """Return the SparkContext of `spark` (a SparkSession or SparkContext), or the active one.
+def check_spark(spark: Any = None) -> Any:
+    """Return the SparkContext of `spark` (a SparkSession or SparkContext), or the Spark Connect session that it is.
+
+    Without `spark`, the active one: the Connect session if this process has one. A process with a Connect session may
+    have a SparkContext as well, that of a server which it runs itself.
 
     Raises:
-        NoSparkContextError: There is none, or it was stopped.
-        SparkConnectNotSupportedError: `spark`, or the active session, is a Spark Connect session.
+        NoSparkContextError: There is none, or it was stopped, or its Connect server is gone.
         JavaNotFoundError: There is no context, and no Java to start one with.
+        MissingExtraError: `SPARK_REMOTE` asks for Spark Connect, and its packages are missing.
         InvalidSettingsError: The context has settings under which workers cannot run.
+        ExecutorPythonError: The user chose a Python for a local master that workers cannot run in.
     """
     try:
         from pyspark import SparkContext
@@ -41,10 +57,19 @@ def check_spark(spark: Any = None) -> SparkContext:
             "pyspark is not installed; pip install 'spark-elastic[spark]', or use the local launcher"
         ) from None
     if spark is None:
+        spark = active_session()
+    if is_connect(spark):
+        _check_session(spark)
+        return spark
+    if spark is None:
         context = SparkContext._active_spark_context
         if context is None:
-            if _connect_is_active():
-                raise connect_error()
+            if "SPARK_REMOTE" in os.environ:
+                check_packages("Spark Connect (SPARK_REMOTE is set)")
+                raise NoSparkContextError(
+                    f"SPARK_REMOTE={os.environ['SPARK_REMOTE']} is set, but there is no Spark Connect session yet; "
+                    "create one first (SparkSession.builder.getOrCreate()) or pass spark="
+                )
             check_java()
             raise NoSparkContextError(
                 "there is no active SparkContext; create one first "
@@ -53,24 +78,35 @@ def check_spark(spark: Any = None) -> SparkContext:
     elif isinstance(spark, SparkContext):
         context = spark
     else:
-        refuse_connect(spark)
         context = getattr(spark, "sparkContext", None)
         if not isinstance(context, SparkContext):
             raise NoSparkContextError(f"spark= must be a SparkSession or a SparkContext, not {type(spark).__name__}")
     if context._jsc is None:
         raise NoSparkContextError("the SparkContext was stopped; create a new one")
     _check_settings(context)
+    choose_python(context)
     return context
 
 
-def _connect_is_active() -> bool:
-    session_module = sys.modules.get("pyspark.sql.connect.session")
-    if session_module is None:
-        return "SPARK_REMOTE" in os.environ
+def _check_session(session: Any) -> None:
+    """Raise if a Connect session cannot run a job."""
+    if session.is_stopped:
+        raise NoSparkContextError("the Spark Connect session was stopped; create a new one")
+    if not server_answers(session, 3.0):
+        host, port = server_of(session)
+        raise NoSparkContextError(
+            f"the Spark Connect server at {host}:{port} does not answer; start it (sbin/start-connect-server.sh), or "
+            "create a session with its present address"
+        )
     try:
-        return session_module.SparkSession.getActiveSession() is not None
-    except Exception:  # there is none; which error that raises depends on Spark's version
-        return False
+        speculates = setting_of(session, "spark.speculation", "false") == "true"
+        _check_speculation(speculates, setting_of(session, "spark.speculation.task.duration.threshold"))
+    except InvalidSettingsError:
+        raise
+    except Exception as error:  # pyspark's, with the version; for example because the session has expired
+        raise NoSparkContextError(
+            f"the Spark Connect session cannot be used: {first_line(error)}; create a new one"
+        ) from None
 
 
 def _check_settings(sc: SparkContext) -> None:
@@ -82,11 +118,28 @@ def _check_settings(sc: SparkContext) -> None:
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
     conf = sc.getConf()
     threshold = conf.get("spark.speculation.task.duration.threshold")
-    if conf.get("spark.speculation", "false") == "true" and threshold is not None:
+    _check_speculation(conf.get("spark.speculation", "false") == "true", threshold)
+
+
+def _check_speculation(speculates: bool, threshold: str | None) -> None:
+    if speculates and threshold is not None:
         raise InvalidSettingsError(
             f"spark.speculation.task.duration.threshold={threshold} would have Spark run a second copy of every worker "
             "that trains for longer; remove it, or set spark.speculation=false"
         )
+
+
+def session_ports(context: Any, setting: str) -> Ports:
+    """Return the ports that a session gives for `driver_port` or `agent_ports`; any if it gives none.
+
+    `context` is a SparkContext, or a session of Spark Connect.
+
+    Raises:
+        InvalidSettingsError: The session's value is not a port or a range of ports.
+    """
+    name = SESSION_PORTS[setting]
+    value = setting_of(context, name) if is_connect(context) else context.getConf().get(name)
+    return ANY if value is None else valid_ports(name, value)
 
 
 # --- Java ---------------------------------------------------------------------------------------

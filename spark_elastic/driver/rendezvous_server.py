@@ -156,9 +156,10 @@ class RendezvousServer:
     def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
         """Send the world to its members and start its key-value space."""
         self._key_values.begin(world.round)
-        message = wire.WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
+        body = wire.encode(wire.WorldAssigned(world, {str(worker): a for worker, a in addresses.items()}))
         for member in world.members:
-            self.to_worker(member.worker, message)
+            if member.worker in self._workers:
+                self._workers[member.worker].send_encoded(body)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""

@@ -28,12 +28,20 @@ class ElasticJob:
     It is cancelled if the interpreter exits while it runs.
     """
 
-    def __init__(self, name: str, driver: ElasticDriver, prepare: Callable[[], None], clean_up: Callable[[], None]):
+    def __init__(
+        self,
+        name: str,
+        driver: ElasticDriver,
+        prepare: Callable[[], None],
+        clean_up: Callable[[], None],
+        status_url: str | None = None,
+    ):
         """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`."""
         self.name = name
         self._driver = driver
         self._prepare = prepare
         self._clean_up = clean_up
+        self._status_url = status_url
         self._results: list[Any] | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -85,6 +93,11 @@ class ElasticJob:
     def changes(self) -> list[MembershipChange]:
         """Return the changes of the workers so far, in words and numbers, with times in seconds since the epoch."""
         return self._driver.changes()
+
+    @property
+    def status_url(self) -> str | None:
+        """The URL of the status page, with its token; None: there is no page, or the job is over."""
+        return None if self.done() else self._status_url
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the number of workers over time, with the faults.

@@ -1,4 +1,4 @@
-"""`run` and `run_async`: start a function as an elastic job. All parts of a job are put together here."""
+"""`run` and `run_async`: run a function as an elastic job; their arguments, and Horovod's names for them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
-import os
-import socket
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from spark_elastic.driver import preflight
-from spark_elastic.driver.elastic_driver import ElasticDriver
-from spark_elastic.driver.hosts import HostManager
-from spark_elastic.driver.output import OutputFiles, OutputPrinter
-from spark_elastic.errors import InvalidSettingsError, nearest
-from spark_elastic.jobs.backends import Backend, LocalBackend, SparkBackend
+from spark_elastic import clock
+from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
+from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
 from spark_elastic.jobs.job import ElasticJob
 from spark_elastic.jobs.settings import RunCall
-from spark_elastic.reporting.progress import ProgressModel
-from spark_elastic.settings import ElasticSettings, declarations
-from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of
-
-CONNECT_TIMEOUT_S = 60.0
-
-_job_numbers = itertools.count(1)
+from spark_elastic.jobs.start import start
+from spark_elastic.reporting.descriptions import describe_settings
+from spark_elastic.reporting.event_log import event_rows
+from spark_elastic.settings import declarations
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -51,8 +41,15 @@ def _takes_arguments_of(make_call: Callable[_P, RunCall]) -> Callable[[Callable[
     def decorate(function: Callable[[RunCall], _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            __tracebackhide__ = True  # IPython leaves out such frames
             given: dict[str, Any] = _current_names(function.__name__, kwargs)
-            return function(make_call(*args, **given))
+            try:
+                return function(make_call(*args, **given))
+            except SparkElasticError as error:
+                if given.get("verbose") not in (None, 0, 1):
+                    raise
+                # the caller's frames are followed by none of this package's
+                raise error.with_traceback(None) from error.__cause__
 
         called.__signature__ = _signature(function)  # type: ignore[attr-defined]
         called.__doc__ = _with_arguments(inspect.getdoc(function) or "")
@@ -117,13 +114,24 @@ def run(call: RunCall) -> list[Any]:
         UserFunctionError: `fn` raised; carries rank, host and traceback.
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
-    job = _start(call)
-    try:
-        return job.result()
-    except BaseException as error:
-        if not job.done():  # Ctrl-C, or the notebook's Cancel
-            job.cancel(f"interrupted by {type(error).__name__}")
-        raise
+    if not call.callbacks:
+        job = start(call)
+        with cancelled_on_error(job):
+            return job.result()
+    session, began = CallbackSession(call.callbacks), clock.wall()
+    name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+    with session.fit(DriverRun(name, plain_settings(call))):
+        job = start(call, session)
+        try:
+            with cancelled_on_error(job):
+                session.deliver(until_stop=True)
+                if session.stop_reason and not job.done():
+                    job.cancel(session.stop_reason)
+                returned = job.result()
+        finally:
+            session.note_events(event_rows(job.changes(), began))
+        session.succeeded(DriverResult(returned=returned, events=event_rows(job.changes(), began)))
+    return returned
 
 
 @_takes_arguments_of(RunCall)
@@ -136,75 +144,32 @@ def run_async(call: RunCall) -> ElasticJob:
     Raises:
         UsageError: The call has to be changed; nothing was run.
     """
-    return _start(call)
-
-
-def _start(call: RunCall) -> ElasticJob:
-    function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
-    backend: Backend = SparkBackend(call.spark) if call.launcher is None else LocalBackend(call.launcher)
-    settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
-    sources = backend.sources()
-    if call.discovery is not None:
-        sources.append(HostManager(call.discovery, backend.host_of))
-    bind, advertise = backend.listen_at()
-    listening = _listen(bind)
-    spec = LaunchSpec(
-        job=f"{os.getpid()}-{next(_job_numbers)}",
-        driver_addresses=((advertise, listening.getsockname()[1]),),
-        key=new_key(),
-        function=function,
-        connect_timeout_s=min(call.start_timeout, CONNECT_TIMEOUT_S),
-        made_by=interpreter(),
-        env=dict(call.env or {}),
-        nics=None if call.nics is None else tuple(call.nics),
-        device=call.device,
-        preimport=modules_of(function),
-    )
-    with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
-        undo.callback(listening.close)
-        progress = ProgressModel() if call.verbose else None
-        files = None if call.output_dir is None else OutputFiles(call.output_dir)
-        if files is not None:
-            undo.callback(files.close)
-        printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.take)
-        undo.callback(printer.close)
-        if fewer and call.verbose:
-            printer.line(f"spark_elastic: {fewer}")
-        driver = ElasticDriver(
-            spec,
-            settings,
-            lambda on_ended: backend.make_launcher(spec, settings, on_ended),
-            listening,
-            sources=sources,
-            printer=printer,
-            verbose=call.verbose,
-            progress=progress,
+    if call.callbacks:
+        raise InvalidSettingsError(
+            "run_async takes no callbacks, because they are called on the thread that waits for the job; give them to "
+            "run or to an estimator, or use job.changes()"
         )
-        undo.callback(driver.close)
-        if progress is not None:
-            progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
-        clean_up = undo.pop_all()
-    return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver), clean_up.close)
+    return start(call)
 
 
-def _listen(bind: str) -> socket.socket:
+@contextlib.contextmanager
+def cancelled_on_error(job: ElasticJob) -> Iterator[None]:
+    """Cancel the job if the block raises while it runs: Ctrl-C, the notebook's Cancel, an error of a callback."""
     try:
-        return socket.create_server((bind, 0), backlog=1024)
-    except OSError as error:
-        fix = "spark.driver.bindAddress must be an IPv4 address of this machine, or a name for one"
-        raise InvalidSettingsError(f"the driver cannot listen at {bind}: {error.strerror or error}; {fix}") from None
+        yield
+    except BaseException as error:
+        if not job.done():
+            job.cancel(f"interrupted by {type(error).__name__}")
+        raise
 
 
-def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
-    """Limit the workers to the slots that there can ever be (`most`), if those are enough for the minimum.
-
-    Returns:
-        The settings, and a line that says that fewer workers than num_proc start; empty if as many start.
-    """
-    if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
-        return settings, ""
-    slots, where = most
-    limited = dataclasses.replace(settings, num_proc=min(settings.num_proc, slots), max_num_proc=slots)
-    if slots >= settings.num_proc:
-        return limited, ""
-    return limited, f"starting with {slots} workers instead of num_proc={settings.num_proc}: {where} has no more slots"
+def plain_settings(call: RunCall) -> dict[str, Any]:
+    """Return the arguments that were given as text for people, without the values of environment variables."""
+    given = {each.name: getattr(call, each.name) for each in declarations(RunCall)}
+    return describe_settings(
+        {
+            name: value
+            for name, value in given.items()
+            if name not in ("fn", "args", "kwargs", "callbacks", "spark") and value is not None
+        }
+    )

@@ -6,13 +6,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 from spark_elastic.data.store import Store
 from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.driver_callbacks import DriverCallback, check_driver_callbacks
 from spark_elastic.settings import ScalingSettings, Setting, whole_number
+from spark_elastic.wire.interfaces import is_address, plain_address
+from spark_elastic.wire.ports import valid_ports
 
 # --- checks: return the value in its plain type, or raise InvalidSettingsError -----------------------
 
@@ -42,6 +45,11 @@ def _interface_names(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(each.strip() for each in names) or None
 
 
+def _ports(name: str, value: Any) -> int | str:
+    ports = valid_ports(name, value)
+    return ports.first if ports.size == 1 else str(ports)
+
+
 def _device(name: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise InvalidSettingsError(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {value!r}")
@@ -58,9 +66,47 @@ def _verbosity(name: str, value: Any) -> int:
     return int(value) if isinstance(value, bool) else whole_number(name, value, at_least=0)
 
 
+def checked_status_port(name: str, value: Any) -> int | str:
+    """Return the port of a status page, or "auto".
+
+    Raises:
+        InvalidSettingsError: The value is neither of them.
+    """
+    if isinstance(value, str) and value == "auto":
+        return value
+    if isinstance(value, (str, bool)):
+        what = "a port, 0 for any free one, 'auto', or None for no status page"
+        raise InvalidSettingsError(f"{name} must be {what}, not {_shown(value)}")
+    port = whole_number(name, value, at_least=0)
+    if port > 65535:
+        raise InvalidSettingsError(f"{name} must be a port of at most 65535, not {port}; 0 takes any free one")
+    return port
+
+
 def _launcher(name: str, value: Any) -> Any:
     if not isinstance(value, LocalLauncher):
         raise InvalidSettingsError(f"{name} must be a LocalLauncher, not {value!r}; without one, Spark is used")
+    return value
+
+
+def _driver_callbacks(name: str, value: Any) -> tuple[Any, ...]:
+    given = (value,) if isinstance(value, DriverCallback) else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(each, DriverCallback) for each in given):
+        raise InvalidSettingsError(f"{name} must be a list of spark_elastic.DriverCallback, not {_shown(value)}")
+    check_driver_callbacks(given)
+    return tuple(given)
+
+
+def _host(name: str, value: Any) -> str:
+    host = plain_address(value.strip()) if isinstance(value, str) else ""
+    if not host or "/" in host or (":" in host and not is_address(host)):
+        raise InvalidSettingsError(f"{name} must be an address or a host's name, without a port, not {value!r}")
+    return host
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidSettingsError(f"{name} must be True or False, not {value!r}")
     return value
 
 
@@ -100,7 +146,21 @@ class RunSettings(ScalingSettings):
         InvalidSettingsError: A value is invalid, or two contradict each other.
     """
 
-    spark: Annotated[Any, Setting("a SparkSession or SparkContext. Default: the active one.")] = None
+    spark: Annotated[
+        Any, Setting("a SparkSession, also one of Spark Connect, or a SparkContext. Default: the active one.")
+    ] = None
+    driver_host: Annotated[
+        str | None,
+        Setting(
+            "Spark Connect: address or name at which executors reach this program. Default: those of its addresses "
+            "that executors have reached. (A classic session has `spark.driver.host`.)",
+            _host,
+        ),
+    ] = None
+    ship_package: Annotated[
+        bool,
+        Setting("Spark Connect: send this package to executors that lack it, for this session.", _switch),
+    ] = False
     discovery: Annotated[
         HostDiscovery | None,
         Setting("limits the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.", _discovery),
@@ -116,6 +176,26 @@ class RunSettings(ScalingSettings):
             _interface_names,
             on_command_line=True,
             horovod_name="network_interfaces",
+        ),
+    ] = None
+    driver_port: Annotated[
+        int | str | None,
+        Setting(
+            "port at which the driver listens for its agents and workers, or a range such as '40000-40015', of which "
+            "each job that runs at the same time takes one. Default: `spark.elastic.driver.port` of the Spark session, "
+            "or else any free port.",
+            _ports,
+            on_command_line=True,
+        ),
+    ] = None
+    agent_ports: Annotated[
+        int | str | None,
+        Setting(
+            "ports at which agents listen, one for each task of a host, so that agents of other hosts find out whether "
+            "they reach it. Default: `spark.elastic.agent.ports` of the Spark session, or else any free port. The "
+            "ports of collectives are the system's choice, from `net.ipv4.ip_local_port_range`.",
+            _ports,
+            on_command_line=True,
         ),
     ] = None
     device: Annotated[
@@ -150,6 +230,23 @@ class RunSettings(ScalingSettings):
             _verbosity,
         ),
     ] = 1
+    status_port: Annotated[
+        int | Literal["auto"] | None,
+        Setting(
+            'port of the job\'s status page; 0: any free one; None: no page. "auto": a page at a free port where all '
+            "workers run on the driver's machine, unless `verbose` is 0.",
+            checked_status_port,
+            on_command_line=True,
+        ),
+    ] = "auto"
+    callbacks: Annotated[
+        DriverCallback | Sequence[DriverCallback],
+        Setting(
+            "list of `DriverCallback`, which are called on the driver when the job starts, its workers change and it "
+            "ends; not for `run_async`. An estimator has a setting of this name.",
+            _driver_callbacks,
+        ),
+    ] = ()
     launcher: Annotated[
         LocalLauncher | None,
         Setting("a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.", _launcher),

@@ -12,6 +12,7 @@ import spark_elastic.keras.backend  # noqa: F401
 
 # isort: split
 from spark_elastic.collective import surface
+from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.keras import callbacks, elastic
@@ -26,9 +27,11 @@ from spark_elastic.keras.functions import (
     reducescatter,
 )
 from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from spark_elastic.keras.printing import PrintedByRank0
 from spark_elastic.keras.sync_batch_normalization import SyncBatchNormalization
 
 accept_keras2_names()
+process.follow(PrintedByRank0().follow)
 
 __all__ = [
     "BestModelCheckpoint",

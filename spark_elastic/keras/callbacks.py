@@ -217,7 +217,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         number = epoch + resume_point(self.model).epochs + 1
-        if self.verbose and number == self.end_epoch:
+        if self.verbose and number == self.end_epoch and rank() == 0:
             print(f"epoch {number}: the learning rate has reached {self._rate():g}")
 
 

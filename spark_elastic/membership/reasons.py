@@ -293,6 +293,8 @@ def wait_on_bar(wait: Wait) -> str:
             words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'worker')}, keeping the state"
         case WaitKind.SLOTS:
             words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'slot')}"
+        case WaitKind.FREE_SLOTS:
+            words = f"waiting for {counted(wait.need, 'slot')} to be free together"
         case WaitKind.SURVIVORS:
             words = f"waiting for {wait.have} to come back from the broken round{_survivors(wait)}"
         case _:

@@ -126,7 +126,7 @@ class SlotReport:
 
     host: str  # the machine, by the address its peers reach it at
     executor: str  # Spark's executor id; "driver" in local mode
-    addresses: dict[str, str]  # IPv4 addresses by interface name, loopback included
+    addresses: dict[str, tuple[str, ...]]  # by interface name, loopback included; see wire.interfaces
     cores: int  # cores that Spark gave to the task (spark.task.cpus)
     accelerators: tuple[str, ...]  # addresses of the GPUs that Spark gave to the task
     python: str  # the version of Python

@@ -11,9 +11,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pyspark.ml import Estimator
 
@@ -22,11 +22,19 @@ from spark_elastic.data.catalog import Limits
 from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.spark_jobs import refuse_connect
+from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import DataError, InvalidSettingsError, LossNotFiniteError, RunTakenError, StateLostError
-from spark_elastic.jobs.settings import RunSettings
+from spark_elastic.errors import (
+    DataError,
+    InvalidSettingsError,
+    LossNotFiniteError,
+    RunTakenError,
+    SparkElasticError,
+    StateLostError,
+)
+from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
+from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
     SharedDatasets,
@@ -46,14 +54,22 @@ from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
+    BatchParams,
     FeatureParams,
+    GradientParams,
     LabelParams,
+    ModelParams,
     OutputParams,
-    TrainingParams,
 )
-from spark_elastic.ml.training.dry_run import DryRunResult
-from spark_elastic.ml.training.spec import CheckpointPlan
+from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
+from spark_elastic.ml.training.spec import STOPPED_ELSEWHERE, CheckpointPlan
+from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
+from spark_elastic.reporting.progress import stop_line
+from spark_elastic.trackers import autologging
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -86,7 +102,17 @@ class FitTimings:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.monotonic() - start
 
 
-class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, OutputParams, Savable, Estimator[M]):
+class ElasticEstimator(
+    ModelParams,
+    FeatureParams,
+    LabelParams,
+    BatchParams,
+    GradientParams,
+    RunFolders,
+    OutputParams,
+    Savable,
+    Estimator[M],
+):
     """Base of the estimators. A subclass says how its framework trains."""
 
     TOGETHER: tuple[str, ...] = ("model", "optimizer", "lr_scheduler")
@@ -127,6 +153,36 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     # --- fit, in five steps -----------------------------------------------------------------------
 
+    @overload
+    def fit(self, dataset: DataFrame, params: Mapping[Any, Any] | None = None) -> M: ...
+
+    @overload
+    def fit(self, dataset: DataFrame, params: Sequence[Mapping[Any, Any]]) -> list[M]: ...
+
+    def fit(self, dataset: DataFrame, params: Any = None) -> M | list[M]:
+        """Fit a model, as in Spark ML.
+
+        Args:
+            dataset: A DataFrame.
+            params: Settings for this fit alone: a dict, or a list of dicts, which gives a list of models.
+
+        Returns:
+            The fitted model, or a list of them.
+
+        Raises:
+            UsageError: A setting, a column or the cluster has to be changed; no worker was started.
+            JobError: The training could not continue. A `UserFunctionError` has the frames of your code.
+        """
+        __tracebackhide__ = True  # IPython leaves out such frames
+        try:
+            fitted: M | list[M] = super().fit(dataset, params)
+            return fitted
+        except SparkElasticError as error:
+            if self._given("verbose") > 1:
+                raise
+            # the caller's frames are followed by none of this package's
+            raise error.with_traceback(None) from error.__cause__
+
     def _fit(self, dataset: Any) -> M:
         context, tensors = self._check(dataset)
         timings = FitTimings()
@@ -139,13 +195,35 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             training = self._training(rows, run, resume_from)
             with timings.part("try"):
                 dry_run = self._dry_run(training)
-            with timings.part("train"):
-                check_room(run, self._model_nbytes(training), training)
-                trained = self._train(training, rows, run, resume_from, context, timings.began)
-            with timings.part("load"):
-                model = self._load(training, rows, dry_run, trained)
-        model.fit_seconds = dict(timings.seconds)
+                training = replace(training, **dry_run.settings)
+                if self._given("prediction") == "auto" and self._given("prediction_col"):
+                    warn_of_no_prediction(dry_run)
+            check_room(run, self._model_nbytes(training), training)
+            session = CallbackSession(self._driver_callbacks())
+            with session.fit(self._driver_run(resume_from)):
+                with timings.part("train"):
+                    trained = self._train(training, rows, run, resume_from, context, timings.began, session)
+                if trained.stopped and self._given("verbose"):
+                    reason = session.stop_reason or trained.stopped
+                    print(stop_line(len(trained.history), self._given("epochs"), reason), flush=True)
+                with timings.part("load"):
+                    model = self._load(training, rows, dry_run, trained)
+                model.fit_seconds = dict(timings.seconds)
+                session.succeeded(
+                    DriverResult(model=model, history=trained.history, events=trained.events, stopped=trained.stopped)
+                )
         return model
+
+    def _driver_run(self, resume_from: str | None) -> DriverRun:
+        """Return this fit as callbacks on the driver see it."""
+        settings = {param.name: self.getOrDefault(param) for param in self.params}
+        return DriverRun(
+            name=type(self).__name__,
+            settings=describe_settings(settings),
+            epochs=self._given("epochs"),
+            run_id=self._given("run_id"),
+            resumed=resume_from is not None,
+        )
 
     def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> M:
         """Fit on a dataset that `spark_elastic.materialize` wrote, with tensors "features_0", ..., "label_0", ...
@@ -174,10 +252,12 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, M]]:
         """Fit once for each param map, as in Spark ML. Fits on the same columns share one written dataset."""
-        refuse_connect(dataset)
         estimator = self.copy()
-        # The folds of a CrossValidator are random, and cached only for as long as it needs them.
-        transient = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
+        # The folds of a CrossValidator are random, and cached only for as long as it needs them. On Spark Connect no
+        # later fit finds any rows again.
+        transient = not estimator._keeps_rows() and (
+            is_connect(dataset) or not dataset._jdf.queryExecution().analyzed().deterministic()
+        )
         estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
 
         def fit(index: int) -> tuple[int, Any]:
@@ -192,7 +272,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
     # --- step 1: check ----------------------------------------------------------------------------
 
     def _check(self, dataset: Any) -> tuple[Any, Tensors]:
-        """Return the SparkContext and the tensors to write, if settings, columns, Spark and storage are fit for use."""
+        """Return what `check_spark` returns and the tensors to write, if all that `fit` needs is fit for use."""
         if not hasattr(dataset, "sparkSession"):
             raise InvalidSettingsError(
                 f"fit needs a Spark DataFrame, not {type(dataset).__module__}.{type(dataset).__name__}; "
@@ -203,6 +283,10 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
+        if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
+            from spark_elastic.driver.connect.package import ship
+
+            ship(context)  # the tasks that look at the store and write the rows need it as well
         self._check_shared(context)
         return context, tensors
 
@@ -217,7 +301,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         self._check_framework()
         options = self._given("run_options") or {}
         low, first, high = (self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
-        RunSettings(num_proc=first, min_num_proc=low, max_num_proc=high, **options)
+        page = self._given("status_port")
+        RunSettings(num_proc=first, min_num_proc=low, max_num_proc=high, status_port=page, **options)
         if self._launcher() is not None and (first or (low if low == high else None)) is None:
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
 
@@ -303,7 +388,14 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
     # --- step 4: train (step 3, the dry run, is the framework's) ----------------------------------
 
     def _train(
-        self, training: Any, rows: Dataset, run: Store, resume_from: str | None, context: Any, began: float
+        self,
+        training: Any,
+        rows: Dataset,
+        run: Store,
+        resume_from: str | None,
+        context: Any,
+        began: float,
+        session: CallbackSession,
     ) -> TrainedRun:
         """Train, and again from the newest checkpoint when all workers that had the state are lost.
 
@@ -315,7 +407,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         events: list[Any] = []
         while True:
             try:
-                results = self._run_job(training, context, began, events)
+                results = self._run_job(training, context, began, events, session)
                 break
             except StateLostError as error:
                 if self._given("checkpoint_dir") is None:
@@ -324,8 +416,9 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
                 newest = self._latest_checkpoint(run)
                 if newest is None or newest == resume_from:
                     raise
+                log.warning("every worker that held the state is lost; training resumes from the checkpoint %s", newest)
                 resume_from = newest
-                training = self._training(rows, run, resume_from)
+                training = replace(training, resume_from=resume_from)
         present = [result for result in results if result is not None]
         diverged = present[0].diverged
         if diverged is not None:
@@ -339,7 +432,9 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             )
         unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
         self._check_lease(run, unsaved)
-        return TrainedRun(run, present[0].history, tuple(events), unsaved)
+        # The rank that asked for a stop knows why, and the others only that there was one.
+        reasons = sorted((result.stopped for result in present), key=STOPPED_ELSEWHERE.__eq__)
+        return TrainedRun(run, present[0].history, tuple(events), unsaved, reasons[0])
 
     @staticmethod
     def _check_lease(run: Store, unsaved: Mapping[str, bytes]) -> None:
@@ -356,9 +451,15 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             # The model came with the results and not out of the folder, so the folder's owner does not matter.
             log.warning("the lease on the run %s could not be checked: %s", run.url, error)
 
-    def _run_job(self, training: Any, context: Any, began: float, events: list[Any]) -> list[Any]:
-        """Return the results of the workers, and append the job's events to `events`. Ctrl-C ends the workers."""
-        from spark_elastic.jobs.run import run_async
+    def _run_job(
+        self, training: Any, context: Any, began: float, events: list[Any], session: CallbackSession
+    ) -> list[Any]:
+        """Return the results of the workers, and append the job's events to `events`.
+
+        Ctrl-C, and an error of a callback on the driver, end the workers.
+        """
+        from spark_elastic.jobs.run import cancelled_on_error
+        from spark_elastic.jobs.start import start
 
         options = dict(self._given("run_options") or {})
         if env := self._worker_env():
@@ -367,29 +468,35 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             options["spark"] = context
         if self._given("device") == "cpu":
             options.setdefault("device", "cpu")
-        job = run_async(
+        call = RunCall(
             self._train_fn(),
             (training,),
             num_proc=self._given("num_proc"),
             min_num_proc=self._given("min_num_proc"),
             max_num_proc=self._given("max_num_proc"),
             verbose=min(2, self._given("verbose")),
+            status_port=self._given("status_port"),
             **options,
         )
+        job = start(call, session if session else None)
         lease = lease_of(training.store)
         try:
-            with contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
+            with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
+                if session:
+                    session.deliver()
                 return job.result()
-        except BaseException as error:
-            if not job.done():
-                job.cancel(f"interrupted by {type(error).__name__}")
-            raise
         finally:
             events += event_rows(job.changes(), began)
+            session.note_events(events)
+
+    def _batch_size(self) -> int | None:
+        """Return the rows of a global batch; None if they depend on the number of workers."""
+        if self._given("per_worker_batch_size") is not None:
+            return None
+        return DEFAULT_BATCH_SIZE if self._given("batch_size") is None else int(self._given("batch_size"))
 
     def _common_settings(self, dataset: Dataset, run: Store, resume_from: str | None) -> dict[str, Any]:
         """Return the fields of `ml.training.spec.Training`."""
-        batch_size, per_worker = self._given("batch_size"), self._given("per_worker_batch_size")
         options = self._given("data_options") or {}
         plan = None
         if self._given("checkpoint_dir") is not None:
@@ -407,7 +514,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         return {
             "dataset": dataset,
             "store": run,
-            "batch_size": DEFAULT_BATCH_SIZE if batch_size is None and per_worker is None else batch_size,
+            "batch_size": self._batch_size(),
             "accumulation": self._given("accumulation_steps"),
             "clip_norm": self._given("gradient_clip_norm"),
             "clip_value": self._given("gradient_clip_value"),
@@ -415,6 +522,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             "sync_batch_norm": self._given("sync_batch_norm") is not False,
             "checkpoints": plan,
             "resume_from": resume_from,
+            "driver_decides_s": CallbackSession(self._driver_callbacks()).decides_within_s,
             "fence": None if (lease := lease_of(run)) is None else lease.fence,
             **{name: self._given(name) for name in same},
             **{name: options[name] for name in READ_OPTIONS if name in options},
@@ -424,6 +532,20 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """Return the callbacks as a list; a single one may be given without a list."""
         given = self._given("callbacks")
         return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+    def _worker_callbacks(self) -> list[Any]:
+        """Return the callbacks that travel to the workers."""
+        return [each for each in self._callbacks() if not isinstance(each, DriverCallback)]
+
+    def _driver_callbacks(self) -> list[DriverCallback]:
+        """Return the callbacks that stay on the driver."""
+        given = [each for each in self._callbacks() if isinstance(each, DriverCallback)]
+        # The fits of a search would all write to the one run that autologging has started for it.
+        if autologging.is_on() and self._shared_datasets is None:
+            from spark_elastic.trackers.mlflow import autologging_callbacks
+
+            given += autologging_callbacks(given)
+        return given
 
     # --- step 5: load -----------------------------------------------------------------------------
 

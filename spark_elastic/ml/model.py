@@ -15,7 +15,8 @@ from pyspark.ml import Model
 
 from spark_elastic.data.columns import find_column
 from spark_elastic.data.manifest import Kind, TensorField
-from spark_elastic.data.spark_jobs import refuse_connect
+from spark_elastic.data.spark_connect import context_of, is_connect, send
+from spark_elastic.data.spark_python import choose_python
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import (
@@ -126,6 +127,24 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """
         return [dict(event) for event in self._facts_of_fit().events]
 
+    @property
+    def tensors(self) -> dict[str, list[dict[str, Any]]] | None:
+        """The "inputs" and "outputs" of the framework's own model: name, dtype and shape of one row of each.
+
+        None if `inference_fn` changes the inputs, or the model cannot be called with its inputs alone.
+        """
+        fitted = self._facts_of_fit()
+        if self.getOrDefault("inference_fn") is not None or not fitted.outputs:
+            return None
+        inputs: list[dict[str, Any]] = [
+            {"name": field.name, "dtype": field.dtype, "shape": list(field.shape)} for field in fitted.inputs
+        ]
+        outputs: list[dict[str, Any]] = [
+            {"name": f"output_{index}", "dtype": output.dtype, "shape": list(output.shape)}
+            for index, output in enumerate(fitted.outputs)
+        ]
+        return {"inputs": inputs, "outputs": outputs}
+
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot loss and metrics over the epochs, with the number of workers and the faults on the same axis.
 
@@ -163,10 +182,12 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
-        refuse_connect(dataset)
         schema = self.transformSchema(dataset.schema)
         fitted = self._facts_of_fit()
-        key, broadcast = self._shipped(dataset.sparkSession.sparkContext)
+        context = context_of(dataset.sparkSession)
+        if not is_connect(dataset):
+            choose_python(context)
+        key, broadcast = self._shipped(context)
         serving = Serving(
             key=key,
             model=broadcast,
@@ -234,19 +255,24 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             for index, (name, shape) in enumerate(zip(names, outputs[: len(names)], strict=True))
         ]
         rule = self._rule(outputs[0])
-        prediction, probability = self.getOrDefault("prediction_col"), self.getOrDefault("probability_col")
+        prediction = self.getOrDefault("prediction_col")
         if prediction and rule is not None:
             added.append(AddedColumn(prediction, "prediction", 0, rule, OutputShape("<f8", ())))
         elif prediction and self.isSet("prediction_col"):
             raise InvalidSettingsError(self._no_rule(outputs[0], "prediction_col"))
-        if probability:
+        for made in ("probability", "raw_prediction"):
+            setting = f"{made}_col"
+            name = self.getOrDefault(setting)
+            if not name:
+                continue
             if rule is None or rule == "value":
-                raise InvalidSettingsError(self._no_rule(outputs[0], "probability_col"))
+                raise InvalidSettingsError(self._no_rule(outputs[0], setting))
             classes = outputs[0].shape if rule in BY_CLASS else (2,)
-            added.append(AddedColumn(probability, "probability", 0, rule, OutputShape("<f8", classes), as_vector=True))
+            added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", classes), as_vector=True))
         if not added:
             raise InvalidSettingsError(
-                "transform has nothing to add: output_cols is [], and there is no prediction_col or probability_col"
+                "transform has nothing to add: output_cols is [], and there is no prediction_col, probability_col or "
+                "raw_prediction_col"
             )
         return tuple(added)
 
@@ -271,12 +297,19 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         )
 
     def _shipped(self, context: Any) -> tuple[str, Any]:
-        """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
-        about = (context.applicationId, self._given("transform_device"), self._given("transform_threads"))
+        """Return cache key and broadcast of the model, sent once per application, device and number of threads.
+
+        Args:
+            context: A SparkContext, or a session of Spark Connect.
+        """
+        remote = is_connect(context)
+        application = context.session_id if remote else context.applicationId
+        about = (application, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = cloudpickle.dumps(self._saved_predictor())
-            self._shipments[about] = (uuid.uuid4().hex, context.broadcast(payload))
+            shipped = send(context, payload) if remote else context.broadcast(payload)
+            self._shipments[about] = (uuid.uuid4().hex, shipped)
         return self._shipments[about]
 
     def _facts(self) -> dict[str, Any]:

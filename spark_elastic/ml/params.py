@@ -2,7 +2,7 @@
 
 ::
 
-    class TrainingParams(ElasticParams):
+    class BatchParams(ElasticParams):
         epochs: Param[int] = setting("passes over the rows.", whole(at_least=1), default=1)
         getEpochs, setEpochs = accessors(epochs)
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -28,7 +29,9 @@ from pyspark.ml.param import Param, Params
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, nearest
+from spark_elastic.reporting.descriptions import describe_setting
 from spark_elastic.settings import whole_number
+from spark_elastic.trackers.autologging import reads_settings
 
 # --- converters ---------------------------------------------------------------------------------
 
@@ -228,6 +231,7 @@ _OTHER_NAMES = {
 # --- declarations -------------------------------------------------------------------------------
 
 Self = TypeVar("Self", bound="ElasticParams")
+A = TypeVar("A")
 S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -338,6 +342,27 @@ def same_keywords(
     return decorate
 
 
+def with_keywords_of(
+    init: Callable[Concatenate[Any, P], None],
+) -> Callable[[Callable[[type[S], A, dict[str, Any]], R]], Callable[Concatenate[type[S], A, P], R]]:
+    """Give another constructor, of one argument and a dict of settings, the keywords of `__init__`."""
+
+    def decorate(method: Callable[[type[S], A, dict[str, Any]], R]) -> Callable[Concatenate[type[S], A, P], R]:
+        @functools.wraps(method)
+        def with_settings(cls: Any, first: Any, /, **settings: Any) -> Any:
+            return method(cls, first, settings)
+
+        first_two = list(inspect.signature(method).parameters.values())[:2]
+        keywords = [each for each in inspect.signature(init).parameters.values() if each.kind is each.KEYWORD_ONLY]
+        made: Any = with_settings
+        made.__signature__ = inspect.Signature(
+            [*first_two, *(each for each in keywords if each.name != first_two[1].name)]
+        )
+        return made  # type: ignore[no-any-return]
+
+    return decorate
+
+
 class ElasticParams(Params):
     """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param.
 
@@ -360,6 +385,16 @@ class ElasticParams(Params):
         """Set a Param, as in Spark ML, but raise the converter's own error; Spark would raise a plain ValueError."""
         self._shouldOwn(param)
         self._paramMap[param] = param.typeConverter(value)
+
+    def isDefined(self, param: Any) -> bool:
+        """As in Spark ML. MLflow's autologging, which logs what is defined, hears only of values that are not None."""
+        defined = bool(super().isDefined(param))
+        return defined and not (reads_settings() and super().getOrDefault(param) is None)
+
+    def getOrDefault(self, param: Any) -> Any:
+        """As in Spark ML. MLflow's autologging is given a description, without addresses and credentials."""
+        value = super().getOrDefault(param)
+        return describe_setting(getattr(param, "name", param), value) if reads_settings() else value
 
     def copy(self: Self, extra: Any = None) -> Self:
         """Return a copy with the same uid and, if given, other settings: `{estimator.epochs: 3}`."""

@@ -1,4 +1,4 @@
-"""Save and load estimators and models as Spark ML does, below a path of Spark's filesystem.
+"""Save and load estimators and models as Spark ML does, below a path of Spark's filesystem (see `saved_folder`).
 
 ::
 
@@ -19,17 +19,15 @@ import inspect
 import json
 import logging
 import os
-import posixpath
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from py4j.protocol import Py4JJavaError
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.ml.saved_folder import saved_folder
 from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
 
 log = logging.getLogger("spark_elastic.ml")
@@ -123,9 +121,13 @@ class ElasticWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
+    def _handleOverwrite(self, path: str) -> None:
+        """Delete what was saved at `path`. Called by `save` after `overwrite`."""
+        saved_folder(self.sparkSession, path).delete()
+
     def saveImpl(self, path: str) -> None:
         """Save the stage. Raises `CheckpointError` if `path` exists and `overwrite()` was not called."""
-        target = _Folder(self.sparkSession, path)
+        target = saved_folder(self.sparkSession, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
         plain, objects = plain_and_objects(self.instance)
@@ -143,9 +145,7 @@ class ElasticWriter(MLWriter):
             "facts": self.instance._facts(),
         }
         # Last: without metadata the rest is not taken for a saved stage.
-        DefaultParamsWriter.saveMetadata(
-            self.instance, path, self.sc, extraMetadata={"sparkElastic": about}, paramMap=plain
-        )
+        target.write_metadata(self.instance, {"sparkElastic": about}, plain)
 
 
 class ElasticReader(MLReader[T], Generic[T]):
@@ -168,10 +168,10 @@ class ElasticReader(MLReader[T], Generic[T]):
         return self
 
     def load(self, path: str) -> T:
-        source = _Folder(self.sparkSession, path)
+        source = saved_folder(self.sparkSession, path)
         if not source.exists():
             raise CheckpointError(f"{path} does not exist")
-        metadata = DefaultParamsReader.loadMetadata(path, self.sc)
+        metadata = source.metadata()
         about = metadata.get("sparkElastic")
         wanted = f"{self._cls.__module__}.{self._cls.__name__}"
         if not isinstance(about, dict) or metadata["class"] != wanted:
@@ -205,10 +205,27 @@ def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for param, value in instance._paramMap.items():
         if param.name in _SECRETS:
             continue
+        if param.name == "callbacks":
+            value = _without_driver_callbacks(instance, value)
         if param.name in _LOCATIONS and isinstance(value, (os.PathLike, Store)):
             value = value.url if isinstance(value, Store) else os.fspath(value)
         (plain if _survives_json(value) else objects)[param.name] = value
     return plain, objects
+
+
+def _without_driver_callbacks(instance: Any, given: Any) -> Any:
+    """Return the callbacks that run in workers. Those on the driver hold connections and are not saved."""
+    listed = list(given) if isinstance(given, (list, tuple)) else [given]
+    kept = [each for each in listed if not isinstance(each, DriverCallback)]
+    if len(kept) == len(listed):
+        return given
+    names = sorted({type(each).__name__ for each in listed if isinstance(each, DriverCallback)})
+    log.warning(
+        "%s of %s is not saved with it, because it runs on the driver; set callbacks again after loading",
+        ", ".join(names),
+        type(instance).__name__,
+    )
+    return kept or None
 
 
 def _survives_json(value: Any) -> bool:
@@ -279,63 +296,13 @@ def _decode(
         if how == "safe":
             loaded = codec.loads(files[name])
         elif trusted:
-            loaded = cloudpickle.loads(files[name])
+            try:
+                loaded = cloudpickle.loads(files[name])
+            except ModuleNotFoundError as error:
+                package = (error.name or str(error)).partition(".")[0]
+                raise CheckpointError(
+                    f"{name} in {path} needs the package {package}, which cannot be imported here; install it, or add "
+                    "the module of your own to this process's path"
+                ) from error
         values.update({key: value for key, value in loaded.items() if stored.get(key) == where})
     return values
-
-
-class _Folder:
-    """A folder of the filesystem that Spark uses for the path. Files are copied through this machine's disk.
-
-    Spark's own access is used, so that a path without a scheme means the same as for the metadata next to it.
-    """
-
-    def __init__(self, spark: Any, path: str) -> None:
-        self._path = path
-        self._jvm = spark._jvm
-        self._hadoop = self._jvm.org.apache.hadoop.fs
-        self._root = self._hadoop.Path(path)
-        self._configuration = spark._jsc.hadoopConfiguration()
-        self._filesystem = self._root.getFileSystem(self._configuration)
-
-    def qualified(self, path: str) -> str:
-        """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
-        place = self._hadoop.Path(path)
-        try:
-            return str(place.getFileSystem(self._configuration).makeQualified(place).toString())
-        except Py4JJavaError:  # this Spark cannot load anything from that filesystem
-            return path
-
-    def exists(self) -> bool:
-        return bool(self._filesystem.exists(self._root))
-
-    def write(self, folder: str, files: Mapping[str, bytes]) -> None:
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-save-") as here:
-            self._filesystem.mkdirs(self._at(folder))
-            for name, content in files.items():
-                (Path(here) / name).write_bytes(content)
-                self._filesystem.copyFromLocalFile(
-                    self._hadoop.Path(f"file:{here}/{name}"), self._at(posixpath.join(folder, name))
-                )
-
-    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
-        contents: dict[str, bytes] = {}
-        with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
-            for name in names:
-                if name != posixpath.basename(name) or name in ("", ".", ".."):
-                    raise CheckpointError(f"{self._path} names a file {name!r}, which is not in its folder")
-                at = self._at(posixpath.join(folder, name))
-                if not self._filesystem.exists(at):
-                    raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
-                target = Path(here) / name
-                try:
-                    self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
-                except Py4JJavaError as error:  # a wrong checksum, for example
-                    reason = error.java_exception.toString()
-                    raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
-                contents[name] = target.read_bytes()
-        return contents
-
-    def _at(self, inside: str) -> Any:
-        return self._hadoop.Path(posixpath.join(self._path, inside))

@@ -23,7 +23,7 @@ from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.datasets import SharedDatasets
 from spark_elastic.ml.run_lease import OWNERS, held_run
-from spark_elastic.ml.shared_params import ClusterParams, StorageParams
+from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, StorageParams
 from spark_elastic.ml.training.spec import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -143,12 +143,14 @@ class TrainedRun:
 
     Attributes:
         unsaved: Files by name that could not be written to the run's folder and came with the results.
+        stopped: Why the training ended before the last epoch; "" if it did not.
     """
 
     run: Store
     history: History
     events: tuple[Mapping[str, Any], ...]
     unsaved: Mapping[str, bytes]
+    stopped: str = ""
 
     def read(self, name: str) -> bytes:
         """Return a file from the run's folder, or from the results. Raises `StoreError` if the driver cannot see it."""
@@ -170,7 +172,7 @@ class TrainedRun:
             ) from error
 
 
-class RunFolders(ClusterParams, StorageParams):
+class RunFolders(ClusterParams, CheckpointParams, StorageParams):
     """The part of an estimator that deals with `checkpoint_dir`, `run_id` and `resume`."""
 
     DECIDING: tuple[str, ...] = (
@@ -221,6 +223,7 @@ class RunFolders(ClusterParams, StorageParams):
             names = {param.name for param in self._paramMap} - {
                 "storage_options",
                 "run_options",
+                "status_port",
             }  # of the cluster
             run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
         run = runs.sub(run_id)

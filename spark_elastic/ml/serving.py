@@ -166,7 +166,8 @@ class AddedColumn:
     """A column that `transform` adds.
 
     Attributes:
-        made: "raw": the output number `output`, unchanged; "prediction" or "probability": made of output 0 by `rule`.
+        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made
+            of output 0 by `rule`.
         as_vector: Store a Spark ML vector.
     """
 
@@ -187,7 +188,7 @@ class AddedColumn:
                     f"had shape {list(self.shape.shape)}"
                 )
             return output
-        return prediction(output, self.rule) if self.made == "prediction" else probability(output, self.rule)
+        return _MADE[self.made](output, self.rule)
 
 
 def prediction(output: Array, rule: str) -> Array:
@@ -213,6 +214,17 @@ def probability(output: Array, rule: str) -> Array:
     # the sigmoid, in a form that overflows for no logit
     positive = np.exp(-np.logaddexp(0.0, -flat)) if rule == "binary_logit" else flat
     return np.stack([1 - positive, positive], axis=1)
+
+
+def raw_prediction(output: Array, rule: str) -> Array:
+    """Return the score of each class, float64 [rows, classes]: the larger, the more likely the class is."""
+    if rule != "binary_logit":
+        return output.astype(np.float64) if rule in BY_CLASS else probability(output, rule)
+    flat = output.astype(np.float64).reshape(len(output))
+    return np.stack([-flat, flat], axis=1)
+
+
+_MADE = {"prediction": prediction, "probability": probability, "raw_prediction": raw_prediction}
 
 
 def suits(rule: str, shape: tuple[int, ...]) -> bool:
@@ -314,7 +326,7 @@ class Serving:
 
     Attributes:
         key: Key of the model in the cache of a Python worker.
-        model: Spark broadcast of the pickled `SavedPredictor`.
+        model: Spark broadcast of the pickled `SavedPredictor`, or what takes its place on Spark Connect.
         names: Real names of the columns in their order, if the batches have others.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
             model's output is NaN.

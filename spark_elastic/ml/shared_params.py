@@ -15,7 +15,7 @@ from pyspark.ml.param import Param
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.settings import RunSettings
+from spark_elastic.jobs.settings import RunSettings, checked_status_port
 from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, accessors, setting
 from spark_elastic.settings import ScalingSettings, declarations
@@ -31,7 +31,7 @@ PredictionRule: TypeAlias = Literal[
     "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
-_OWN_SETTINGS = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "device", "spark")
+_OWN_SETTINGS = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port", "device", "spark", "callbacks")
 RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name not in _OWN_SETTINGS)
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
@@ -48,7 +48,7 @@ READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 
 
 class FeatureColumns(ElasticParams):
-    """The columns that go into the model."""
+    """The inputs of the model."""
 
     feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
         "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
@@ -79,7 +79,7 @@ class FeatureParams(FeatureColumns):
 
 
 class LabelParams(ElasticParams):
-    """The labels, weights and validation rows."""
+    """Labels, weights and validation."""
 
     label_cols: Param[str | Sequence[str] | None] = setting(
         "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
@@ -99,8 +99,8 @@ class LabelParams(ElasticParams):
     getValidation, setValidation = accessors(validation)
 
 
-class TrainingParams(ElasticParams):
-    """The training."""
+class ModelParams(ElasticParams):
+    """The model, its loss and metrics."""
 
     model: Param[Any] = setting("the model; fit trains a copy of it.", to.anything)
     getModel, setModel = accessors(model)
@@ -114,6 +114,27 @@ class TrainingParams(ElasticParams):
     getLossWeights, setLossWeights = accessors(loss_weights)
     metrics: Param[Any] = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
     getMetrics, setMetrics = accessors(metrics)
+    callbacks: Param[Any] = setting(
+        "list of spark_elastic.ml.callbacks.Callback, which run in the workers, and of spark_elastic.DriverCallback, "
+        "which run on the driver.",
+        to.anything,
+    )
+    getCallbacks, setCallbacks = accessors(callbacks)
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        self._check_loss_weights()
+
+    def _check_loss_weights(self) -> None:
+        losses, weights = self._given("loss"), self._given("loss_weights")
+        count = len(losses) if isinstance(losses, (list, tuple)) else None if losses is None else 1
+        if weights is not None and count is not None and count != len(weights):
+            raise InvalidSettingsError(f"{len(weights)} loss_weights for {count} losses; give one for each")
+
+
+class BatchParams(ElasticParams):
+    """Batches, epochs and the order of the rows."""
+
     batch_size: Param[int | None] = setting(
         "rows of a global batch, which all workers together take in a step, however many there are. Default: 32, "
         "unless per_worker_batch_size is set.",
@@ -143,8 +164,26 @@ class TrainingParams(ElasticParams):
         to.function,
     )
     getTransformationFn, setTransformationFn = accessors(transformation_fn)
-    callbacks: Param[Any] = setting("list of spark_elastic.ml.callbacks.Callback.", to.anything)
-    getCallbacks, setCallbacks = accessors(callbacks)
+    accumulation_steps: Param[int] = setting(
+        "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
+        "that of the whole batch.",
+        to.whole(at_least=1),
+        default=1,
+    )
+    getAccumulationSteps, setAccumulationSteps = accessors(accumulation_steps)
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self._given("batch_size") and self._given("per_worker_batch_size"):
+            raise InvalidSettingsError(
+                f"batch_size={self._given('batch_size')} (of all workers together) and per_worker_batch_size="
+                f"{self._given('per_worker_batch_size')} contradict each other; set one of them to None"
+            )
+
+
+class GradientParams(ElasticParams):
+    """Gradients and normalisation."""
+
     gradient_clip_norm: Param[float | None] = setting(
         "largest global norm of the gradients; they are scaled down to it before a step.", to.real(above=0)
     )
@@ -172,41 +211,10 @@ class TrainingParams(ElasticParams):
         default=False,
     )
     getAllowNanLoss, setAllowNanLoss = accessors(allow_nan_loss)
-    accumulation_steps: Param[int] = setting(
-        "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
-        "that of the whole batch.",
-        to.whole(at_least=1),
-        default=1,
-    )
-    getAccumulationSteps, setAccumulationSteps = accessors(accumulation_steps)
-    device: Param[str | None] = setting(
-        "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
-        to.text,
-    )
-    getDevice, setDevice = accessors(device)
-    num_threads: Param[int | None] = setting(
-        "the framework's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
-    )
-    getNumThreads, setNumThreads = accessors(num_threads)
-
-    def _check_together(self) -> None:
-        super()._check_together()
-        if self._given("batch_size") and self._given("per_worker_batch_size"):
-            raise InvalidSettingsError(
-                f"batch_size={self._given('batch_size')} (of all workers together) and per_worker_batch_size="
-                f"{self._given('per_worker_batch_size')} contradict each other; set one of them to None"
-            )
-        self._check_loss_weights()
-
-    def _check_loss_weights(self) -> None:
-        losses, weights = self._given("loss"), self._given("loss_weights")
-        count = len(losses) if isinstance(losses, (list, tuple)) else None if losses is None else 1
-        if weights is not None and count is not None and count != len(weights):
-            raise InvalidSettingsError(f"{len(weights)} loss_weights for {count} losses; give one for each")
 
 
 class ClusterParams(ElasticParams):
-    """The workers."""
+    """Workers, elasticity and printed progress."""
 
     num_proc: Param[int | None] = setting(
         "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
@@ -218,6 +226,15 @@ class ClusterParams(ElasticParams):
     getMinNumProc, setMinNumProc = accessors(min_num_proc)
     max_num_proc: Param[int | None] = setting("most workers to grow to. Default: num_proc.", to.whole(at_least=1))
     getMaxNumProc, setMaxNumProc = accessors(max_num_proc)
+    device: Param[str | None] = setting(
+        "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
+        to.text,
+    )
+    getDevice, setDevice = accessors(device)
+    num_threads: Param[int | None] = setting(
+        "the framework's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
+    )
+    getNumThreads, setNumThreads = accessors(num_threads)
     run_options: Param[Mapping[str, Any] | None] = setting(
         f"dict of further arguments of spark_elastic.run: {', '.join(RUN_OPTIONS)}.", to.options(RUN_OPTIONS)
     )
@@ -229,6 +246,13 @@ class ClusterParams(ElasticParams):
         default=1,
     )
     getVerbose, setVerbose = accessors(verbose)
+    status_port: Param[int | Literal["auto"] | None] = setting(
+        'port of the status page of the training; 0: any free one; None: no page. "auto": a page at a free port where '
+        "all workers run on the driver's machine, unless verbose is 0.",
+        checked_status_port,
+        default="auto",
+    )
+    getStatusPort, setStatusPort = accessors(status_port)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -236,7 +260,7 @@ class ClusterParams(ElasticParams):
 
 
 class StorageParams(ElasticParams):
-    """Storage of rows, checkpoints and results."""
+    """Storage of the rows and results."""
 
     store: Param[str | os.PathLike[str] | Store | None] = setting(
         "path, URI or spark_elastic.Store that driver and executors share, for the rows and the results of a fit. "
@@ -268,6 +292,11 @@ class StorageParams(ElasticParams):
         to.options((*WRITE_OPTIONS, *READ_OPTIONS)),
     )
     getDataOptions, setDataOptions = accessors(data_options)
+
+
+class CheckpointParams(ElasticParams):
+    """Checkpoints, and resuming from them."""
+
     checkpoint_dir: Param[str | os.PathLike[str] | None] = setting(
         "shared path or URI for durable checkpoints. Default: none are written.", to.path
     )
@@ -330,7 +359,7 @@ class StorageParams(ElasticParams):
 
 
 class OutputParams(ElasticParams):
-    """The columns that `transform` adds."""
+    """Output: the columns that `transform` adds."""
 
     output_cols: Param[str | Sequence[str] | None] = setting(
         "names of the columns with the model's outputs, unchanged, one for each output: a double or integer if there "
@@ -355,7 +384,8 @@ class OutputParams(ElasticParams):
     prediction: Param[PredictionRule] = setting(
         "rule for making the prediction of the first output: 'argmax' of its values, 'argmax_probability' if they are "
         "probabilities already, the 'value' itself, 'binary_logit': 1 if it is above 0, 'binary_probability': 1 if it "
-        "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row.",
+        "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row; where neither "
+        "applies, there is no prediction.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
@@ -366,6 +396,13 @@ class OutputParams(ElasticParams):
         to.text,
     )
     getProbabilityCol, setProbabilityCol = accessors(probability_col)
+    raw_prediction_col: Param[str | None] = setting(
+        "name of a vector column with the score of each class, as Spark's BinaryClassificationEvaluator needs it: the "
+        "first output, or for an output of one value per row the scores of both classes (-z and z of a logit, 1 - p "
+        "and p of a probability). Default: none.",
+        to.text,
+    )
+    getRawPredictionCol, setRawPredictionCol = accessors(raw_prediction_col)
     handle_invalid: Param[HandleInvalid] = setting(
         "treatment by transform of rows with a null in the model's input, NaN or infinity where fit refuses them (see "
         "allow_nan), or a NaN output of which no class can be made: 'error', 'skip' (the result is without such rows) "
@@ -395,11 +432,11 @@ class OutputParams(ElasticParams):
         super()._check_together()
         added = [
             *(self._given("output_cols") or []),
-            *filter(None, [self._given("prediction_col"), self._given("probability_col")]),
+            *filter(None, [self._given(f"{each}_col") for each in ("prediction", "probability", "raw_prediction")]),
         ]
         for name in added:
             if added.count(name) > 1:
                 raise InvalidSettingsError(
-                    f"{name!r} would be {added.count(name)} of the output columns; give output_cols, prediction_col "
-                    "and probability_col different names"
+                    f"{name!r} would be {added.count(name)} of the output columns; give output_cols, prediction_col, "
+                    "probability_col and raw_prediction_col different names"
                 )

@@ -13,6 +13,7 @@ from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.reporting.event_log import EventLog, MembershipChange
+from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import WAIT_S, ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -33,15 +34,25 @@ class Announcer:
         say: prints one line.
         verbose: 0: no lines; 1: one for each change; 2: also each record, and what is waited for, at once.
         progress: the model of the progress bar, if there is one.
+        status: the model of the status page, if there is one.
+        on_change: called once with each change that is not a wait, when its line is due.
     """
 
     def __init__(
-        self, job: str, say: Callable[[str], None], verbose: int, progress: ProgressModel | None = None
+        self,
+        job: str,
+        say: Callable[[str], None],
+        verbose: int,
+        progress: ProgressModel | None = None,
+        status: StatusModel | None = None,
+        on_change: Callable[[MembershipChange], None] | None = None,
     ) -> None:
         self._job = job
         self._progress = progress if progress is not None else ProgressModel()
+        self._status = status
         self._say = say
         self._verbose = verbose
+        self._on_change = on_change
         self._log = EventLog()
         self._timeline: list[Record] = []
         self._announced = 0  # how many of the log's changes were announced or skipped
@@ -68,13 +79,19 @@ class Announcer:
         self._log.observe(event, commands, now)
         if isinstance(event, seen.WorkerAlive) and event.version is not None:
             self._progress.steps(event.version.steps, now)
+        if self._status is not None:
+            self._status.observe(event, now)
 
     def live(self, message: LiveProgress, now: float) -> None:
         """Show the progress of a training within an epoch."""
         self._progress.live(message, now)
+        if self._status is not None:
+            self._status.live(message, now)
 
     def epoch(self, message: EpochEnded, now: float) -> None:
         """Show the end of an epoch, and print its line unless it was printed before."""
+        if self._status is not None:
+            self._status.epoch(message)
         line = self._progress.epoch(message, now)
         if line is not None and self._verbose >= 1:
             self._say(line)
@@ -88,6 +105,8 @@ class Announcer:
         """Add a record to the timeline, and show it."""
         self._log.note(record)
         self._timeline.append(record.shifted(clock.wall() - clock.monotonic()))
+        if self._status is not None:
+            self._status.record(record, self._log.size)
         if isinstance(record, Waiting):
             self.waiting = record.reason
             self._progress.wait(record.wait, record.deadline, record.at)
@@ -116,7 +135,10 @@ class Announcer:
                 return due
             if change.kind != "waiting":  # the progress bar shows waits
                 known = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
-                self._line(str(known))
+                # whoever waits for the job gets the reason as an exception
+                self._line("the job failed" if change.kind == "failed" else str(known))
+                if self._on_change is not None:
+                    self._on_change(dataclasses.replace(known, at=known.at + clock.wall() - clock.monotonic()))
             if change.open:
                 self._paused.append(self._announced)
             self._announced += 1

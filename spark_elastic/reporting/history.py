@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 from spark_elastic.errors import CheckpointError, MissingExtraError
 from spark_elastic.membership.reasons import counted
@@ -35,6 +35,12 @@ class History(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    @overload
+    def __getitem__(self, at: str) -> list[float]: ...
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
     def __getitem__(self, at: Any) -> Any:
         """Return a row by its index, or a column by its name, oldest first."""
         if isinstance(at, str):
@@ -134,7 +140,9 @@ def _figures() -> ModuleType:
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
-        figure.savefig(path, dpi=110)
+        # the title as text, too, for whoever describes the picture; only PNG has this field
+        about = {"metadata": {"Title": figure.get_suptitle()}} if Path(path).suffix == ".png" else {}
+        figure.savefig(path, dpi=110, **about)
     return figure
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from spark_elastic.membership.reasons import Wait, counted, wait_on_bar
+from spark_elastic.membership.reasons import Wait, WaitKind, counted, wait_on_bar
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 LINE_EVERY_S = 30.0  # time between two log lines about the same epoch, or the same wait
 WAIT_S = 2.0  # the shortest wait that gets a log line
+USUAL_START_S = 20.0  # how long workers usually take to start; after that, the line says what is missing
+SPOKEN_OF = 0.25  # the part of a timeout that passes before it is spoken of
+LINE_WIDTH = 80  # columns of a line about the job
 LOOK_AT_CLUSTER_S = 2.0  # how often a waiting job asks about the cluster
 OWN_LOOP_S = 3.0
 """After this time without a message of an estimator's training, the steps of the user's own loop are shown."""
@@ -59,6 +63,10 @@ class ProgressModel:
         #: What is waited for (None: nothing), until when at most, and since when.
         self._wait: tuple[Wait | None, float | None, float] = (None, None, 0.0)
         self._next_line: float | None = None
+        #: The deadline of the wait, and when it was set.
+        self._timeout: tuple[float, float] | None = None
+        self.imports = "torch"
+        """The package that takes the workers the longest to import."""
         self.describe_cluster: Callable[[], str] | None = None
         """A function that describes the cluster during a wait. The thread that prints calls it."""
         self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
@@ -110,7 +118,9 @@ class ProgressModel:
         with self._lock:
             if (wait, deadline) != self._wait[:2]:
                 self._wait = (wait, deadline, now)
-                self._next_line = now + WAIT_S
+                if deadline is not None and (self._timeout is None or abs(self._timeout[0] - deadline) > 1.0):
+                    self._timeout = (deadline, now)
+                self._next_line = now if _is_start(wait) else now + WAIT_S
 
     def look_at_cluster(self, now: float) -> None:
         """Call `describe_cluster` if it is due. The lock is not held, because the call may take a while."""
@@ -128,13 +138,15 @@ class ProgressModel:
     def view(self, now: float) -> View | None:
         """Return what the bar shows; None: there is nothing to show."""
         with self._lock:
-            wait, deadline, since = self._wait
+            wait, _, since = self._wait
             live = self._live
             title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
             if wait is not None and now - since >= (0.5 if live is not None else 0.0):
                 cluster = f": {self._cluster[0]}" if self._cluster[0] else ""
-                left_s = None if deadline is None else deadline - now
-                return View(title, waiting=f"{wait_on_bar(wait)}{cluster}", left_s=left_s)
+                words = wait_on_bar(wait)
+                if _is_start(wait) and now - since < USUAL_START_S:
+                    words = f"starting {counted(wait.want, 'worker')} (each imports {self.imports}, usually 5-20 s)"
+                return View(title, waiting=f"{words}{cluster}", left_s=self._left_s(now))
             if live is not None:
                 title = f"{title} validation" if live.phase == "validate" else title
                 rate = self._speed.rate
@@ -143,6 +155,14 @@ class ProgressModel:
                 return View("training", self._steps, 0, "steps", {}, self._size, self._speed.rate)
             return None
 
+    def _left_s(self, now: float) -> float | None:
+        """Return what is left of the wait's timeout; None without one, and as long as most of it is left."""
+        deadline = self._wait[1]
+        if deadline is None or self._timeout is None:
+            return None
+        begin = self._timeout[1]
+        return deadline - now if now - begin >= SPOKEN_OF * (deadline - begin) else None
+
     def line(self, now: float, bar: bool) -> str | None:
         """Return the log line that is due now, or None. `bar`: a progress bar is visible beside the log."""
         with self._lock:
@@ -150,7 +170,7 @@ class ProgressModel:
                 return None
             view = self.view(now)
             self._next_line = now + LINE_EVERY_S
-            if view is None or (bar and not (view.waiting and now - self._wait[2] < LINE_EVERY_S)):
+            if view is None or (bar and not (view.waiting and WAIT_S <= now - self._wait[2] < LINE_EVERY_S)):
                 return None
             return plain_line(view)
 
@@ -203,6 +223,11 @@ def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, flo
     return f"epoch {epoch + 1}/{epochs}  {said}  {seconds:.1f} s"
 
 
+def stop_line(ended: int, epochs: int, reason: str) -> str:
+    """Return the line about a training that a callback has stopped after `ended` of its epochs."""
+    return wrapped(f"spark_elastic: training was stopped after epoch {ended}/{epochs}: {reason}")
+
+
 def number(value: float) -> str:
     """Format a measured value: 0.31234 -> "0.3123"."""
     return f"{value:.4g}"
@@ -221,6 +246,29 @@ def clock(seconds: float) -> str:
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def wrapped(text: str, width: int = LINE_WIDTH) -> str:
+    """Break lines of more than `width` columns between words; what follows is indented.
+
+    Double spaces separate parts, such as a name and its value. A line that is too long with them gets single ones, and
+    is broken between its parts.
+    """
+    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.splitlines())
+
+
+def _broken(line: str, width: int) -> str:
+    parts = line.split("  ")
+    glued = parts if len(parts) == 1 else [part.replace(" ", "\0") for part in parts]
+    filled = textwrap.fill(
+        " ".join(glued), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return filled.replace("\0", " ")
+
+
+def _is_start(wait: Wait) -> bool:
+    """Return True if the job waits for its first workers, and nothing has gone wrong so far."""
+    return wait.kind is WaitKind.MINIMUM and not wait.have and not wait.missing
 
 
 def cut(text: str, width: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm.std import tqdm
 
-from spark_elastic.reporting.progress import View, cut, right_of_bar
+from spark_elastic.reporting.progress import LINE_WIDTH, View, cut, right_of_bar
 
 NARROWEST_BAR, WIDEST_BAR = 6, 24
 
@@ -27,6 +27,11 @@ class Screen:
     """True if `show` draws something."""
     to_stdout = False
     """True if lines about the job are better printed on stdout than on stderr."""
+
+    @property
+    def columns(self) -> int:
+        """The width of lines about the job: 80, or that of a wider terminal."""
+        return LINE_WIDTH
 
     def show(self, view: View) -> None:
         """Draw the bar, in place of the one that was drawn before."""
@@ -80,6 +85,14 @@ class TerminalScreen(Screen):
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._bar: Any = None
+
+    @property
+    def columns(self) -> int:
+        file = self._stream if self._stream is not None else sys.stderr
+        try:
+            return max(LINE_WIDTH, os.get_terminal_size(file.fileno()).columns)
+        except (OSError, ValueError):  # it is closed, or only pretends to be a terminal
+            return LINE_WIDTH
 
     def show(self, view: View) -> None:
         if self._bar is None:

@@ -10,6 +10,7 @@ its stdin and reads the pickled outcome from its stdout.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import logging
 import os
@@ -21,15 +22,17 @@ from collections.abc import Iterable
 
 from spark_elastic import clock
 from spark_elastic.membership.states import AgentOutcome
-from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport
+from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
 from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
     AgentWelcome,
     FinishAgent,
+    FunctionPart,
+    FunctionWanted,
     LaunchSpec,
     Message,
     OutputLines,
@@ -40,11 +43,14 @@ from spark_elastic.wire.messages import (
     StopWorkerProcess,
     WorkerExited,
 )
+from spark_elastic.wire.ports import ANY, Ports, split_port, taken_in_words, with_port
 
 logger = logging.getLogger("spark_elastic.task")
 
 RELEASE_TIMEOUT_S = 2.0
 """Time for a worker whose function has returned to flush its output and exit."""
+FIRST_TRY_S = 3.0
+"""Time for a connection to one of several addresses of the driver; twice as long at each further attempt."""
 PROBE_TIMEOUT_S = 2.0
 """Time for a connection to another agent's probe port."""
 MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
@@ -62,11 +68,16 @@ class ProbePort:
     Accepts connections and closes each at once, so none keeps a descriptor in use. Used on the loop's thread only.
 
     Args:
-        addresses: IPv4 addresses of this host; addresses that cannot be bound are left out.
+        addresses: Addresses of this host; addresses that cannot be bound are left out.
+        ports: The ports to choose from.
     """
 
-    def __init__(self, addresses: Iterable[str]) -> None:
-        self._sockets = _bound(list(dict.fromkeys(addresses)))
+    def __init__(self, addresses: Iterable[str], ports: Ports = ANY) -> None:
+        addresses = list(dict.fromkeys(addresses))
+        found = _bound(addresses, [0] * _BIND_ATTEMPTS if ports.are_any else ports.in_search_order())
+        self._sockets = found or []
+        self.ports_taken = found is None and not ports.are_any
+        """No port of those to choose from is free."""
         self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
         for sock in self._sockets:
             self._listen(sock)
@@ -104,16 +115,18 @@ class ProbePort:
         self._paused[sock] = loop.call_later(_ACCEPT_PAUSE_S, self._listen, sock)
 
 
-def _bound(addresses: list[str]) -> list[socket.socket]:
-    """Return sockets that listen on the same port of as many of the addresses as possible."""
-    for _ in range(_BIND_ATTEMPTS):
+def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | None:
+    """Return sockets that listen on the same port of as many of the addresses as possible; None if all are taken."""
+    for port in ports:
         sockets: list[socket.socket] = []
         taken = False
         for address in addresses:
-            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sock = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_STREAM)
             sock.setblocking(False)
+            if port:  # connections of an agent before this one may still be in TIME_WAIT
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((address, sockets[0].getsockname()[1] if sockets else 0))
+                sock.bind((address, sockets[0].getsockname()[1] if sockets else port))
                 sock.listen(_PROBE_BACKLOG)
             except OSError as error:
                 sock.close()
@@ -127,7 +140,7 @@ def _bound(addresses: list[str]) -> list[socket.socket]:
             return sockets
         for sock in sockets:
             sock.close()
-    return []
+    return None
 
 
 def run_agent(
@@ -177,15 +190,20 @@ class _Agent:
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
+        self._fetched = bytearray()
+        """The function, as far as it has arrived, if it is fetched from the driver."""
+        self._waits_for_function: WorkerId | None = None
+        """The worker that is to run the function as soon as it has arrived."""
 
     async def run(self) -> AgentOutcome:
         guardian_fd = self._watch_guardian()
         nics = self._order.nics
-        port = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
+        allowed = [of for name, of in self._report.addresses.items() if nics is None or name in nics]
+        port = ProbePort((address for of in allowed for address in of), Ports(*self._order.agent_ports))
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello(port.port))
+            self._send(self._hello(port))
             await self._over.wait()
             return await self._end()
         finally:
@@ -217,21 +235,27 @@ class _Agent:
         loop = asyncio.get_running_loop()
         deadline = clock.monotonic() + self._order.connect_timeout_s
         failures: dict[tuple[str, int], str] = {}
+        addresses, patience_s = self._order.driver_addresses, FIRST_TRY_S
         while True:
-            for number, (host, port) in enumerate(self._order.driver_addresses):
-                share = max((deadline - clock.monotonic()) / (len(self._order.driver_addresses) - number), 0.1)
+            for number, (host, port) in enumerate(addresses):
+                share = max((deadline - clock.monotonic()) / (len(addresses) - number), 0.1)
+                if len(addresses) > 1:  # an address that swallows packets must not delay the others
+                    share = min(share, patience_s)
                 self._dropped.clear()
                 try:
                     await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
                     answered = await asyncio.wait_for(self._opened_or_dropped(), share)
                 except (OSError, asyncio.TimeoutError) as error:
-                    failures[host, port] = f"{host}:{port}: {error or 'no answer'}"
+                    failures[host, port] = f"{with_port(host, port)}: {error or 'no answer'}"
                     continue
                 if answered:
+                    reached = ((host, port), *(each for each in addresses if each != (host, port)))
+                    self._order = dataclasses.replace(self._order, driver_addresses=reached)
                     return
-                failures[host, port] = f"{host}:{port}: it closed the connection during the handshake"
+                failures[host, port] = f"{with_port(host, port)}: it closed the connection during the handshake"
             if clock.monotonic() >= deadline or self._over.is_set():
                 break
+            patience_s *= 2
             await asyncio.sleep(retry_pause_s())
         self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
@@ -256,13 +280,16 @@ class _Agent:
         )
         return self._stream
 
-    def _hello(self, probe_port: int) -> AgentHello:
+    def _hello(self, port: ProbePort) -> AgentHello:
+        ports = Ports(*self._order.agent_ports)
+        taken = taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if port.ports_taken else ""
         return AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
             launch=self._launch,
             pid=os.getpid(),
             addresses=self._report.addresses,
-            probe_port=probe_port,
+            probe_port=port.port,
+            ports_taken=taken,
             cores=self._report.cores,
             accelerators=self._report.accelerators,
             python=self._report.python,
@@ -298,12 +325,20 @@ class _Agent:
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)
+                if self._order.fetched_bytes:
+                    self._send(FunctionWanted(0))
+            case FunctionPart(start, part):
+                self._take_function(start, part)
             case StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
-                assert self._process is not None
-                self._process.assign(worker, self._order)
+                if self._order.fetched_bytes:
+                    self._waits_for_function = worker
+                else:
+                    self._assign(worker)
             case StopWorkerProcess(worker):
+                if self._waits_for_function == worker:
+                    self._waits_for_function = None
                 if self._process is not None and self._process.worker == worker:
                     self._process.kill()
             case ProbePeers(peers):
@@ -314,6 +349,25 @@ class _Agent:
                 if self._finish is None:
                     self._finish = message
                     self._over.set()
+
+    def _take_function(self, start: int, part: bytes) -> None:
+        """Take a part of the function, and ask for the next one. With the last one, the worker that waits gets it."""
+        if start != len(self._fetched) or not part:
+            self._finish_because(f"the driver sent no part of the function at byte {len(self._fetched)}")
+            return
+        self._fetched += part
+        if len(self._fetched) < self._order.fetched_bytes:
+            self._send(FunctionWanted(len(self._fetched)))
+            return
+        self._order = dataclasses.replace(self._order, function=bytes(self._fetched), fetched_bytes=0)
+        self._fetched = bytearray()
+        if self._waits_for_function is not None:
+            self._assign(self._waits_for_function)
+            self._waits_for_function = None
+
+    def _assign(self, worker: WorkerId) -> None:
+        assert self._process is not None
+        self._process.assign(worker, self._order)
 
     def _send_heartbeat(self, interval_s: float) -> None:
         if self._finish is not None:
@@ -328,9 +382,8 @@ class _Agent:
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:
-            host, _, port = peer.rpartition(":")
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_TIMEOUT_S)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*split_port(peer)), PROBE_TIMEOUT_S)
             except (OSError, ValueError, asyncio.TimeoutError):
                 return False
             writer.close()

@@ -21,7 +21,9 @@ from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
     Abandoned,
     Cut,
+    EpochDecision,
     EpochEnded,
+    EpochRow,
     Goodbye,
     HostsUpdated,
     KvGet,
@@ -64,6 +66,8 @@ class ChannelLink:
         self._cut_callback: Callable[[int, str], None] | None = None
         self._replies: dict[int, KvValues] = {}
         self._next_request = 0
+        self._decisions: dict[int, str] = {}
+        """The driver's decisions about epochs that this worker has asked about."""
         self._version: StateVersion | None = None
         self._starts_at: StateVersion | None = None
         """The state that the current world starts from; None once this worker has applied a step in it."""
@@ -171,6 +175,25 @@ class ChannelLink:
             return False  # it is only displayed; the reader thread acts on a broken channel
         return True
 
+    def report_epoch(self, epoch: int, row: bytes) -> None:
+        self._send(EpochRow(epoch, False, row))
+
+    def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
+        with self._changed:
+            self._decisions.clear()
+            round = self._newest_round()
+        self._send(EpochRow(epoch, True, row))
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while epoch not in self._decisions:
+                if self._cut_round >= round:
+                    raise HorovodInternalError(f"round {round} ended at the end of an epoch: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    return ""
+                self._changed.wait(left)
+            return self._decisions[epoch]
+
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self._send(KvSet(round, key, value))
 
@@ -264,6 +287,8 @@ class ChannelLink:
                 self._loop_results[loop] = message
             case HostsUpdated(sequence):
                 self._updates_seen = max(self._updates_seen, sequence)
+            case EpochDecision(epoch, stop):
+                self._decisions[epoch] = stop
             case KvValues(request):
                 self._replies[request] = message
 

@@ -32,8 +32,9 @@ from typing import Any, BinaryIO, NoReturn
 import cloudpickle
 
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
-from spark_elastic.settings import DEVICE_SETTING
+from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.driver_client import ChannelLink, exit_now
+from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.messages import interpreter
@@ -92,9 +93,21 @@ def main(argv: list[str]) -> None:
                 link.returned(False)
                 loops.run_again()
     logging.shutdown()
+    _leave_drivers_run()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     exit_now(0)
+
+
+def _leave_drivers_run() -> None:
+    """Keep MLflow from ending the driver's run at the exit of this process. A run of the worker's own is ended."""
+    fluent, run_id = sys.modules.get("mlflow.tracking.fluent"), os.environ.get(TRACKED_RUN)
+    if fluent is None or run_id is None:
+        return
+    with contextlib.suppress(Exception):  # not a public function: another version may not have it
+        active = fluent.active_run()
+        if active is not None and active.info.run_id == run_id:
+            atexit.unregister(fluent._safe_end_run)
 
 
 def _watch_lifeline(lifeline: BinaryIO, returned: threading.Event, next_run: queue.SimpleQueue[int | None]) -> None:
@@ -143,8 +156,8 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
 
 def _fail(link: ChannelLink, problem: Exception, cause: Exception) -> NoReturn:
     """Report an error with the traceback of its cause, and exit."""
-    link.raised(problem, "".join(traceback.format_exception(cause)))
-    exit_now(EXIT_RAISED, str(problem))
+    link.raised(problem, format_error(cause, all_frames=ALL_FRAMES_SETTING in os.environ))
+    exit_now(EXIT_RAISED)
 
 
 def _check_device(link: ChannelLink) -> None:
@@ -176,9 +189,9 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         traceback.print_exc()
         exit_now(EXIT_ABANDONED)
     except BaseException as error:  # SystemExit too: the function has not returned
-        text = "".join(traceback.format_exception(type(error), error, _without_own_frames(error.__traceback__)))
-        link.raised(error, text)
-        exit_now(EXIT_RAISED, text)
+        # not to stderr: the driver has the text, and raises it
+        link.raised(error, format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ))
+        exit_now(EXIT_RAISED)
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
@@ -195,14 +208,6 @@ def _call_until_returned(function: Callable[[], Any]) -> Any:
                 raise
             log.info("a collective failed after the elastic loop; calling the function again from there: %s", error)
         loops.run_again()
-
-
-def _without_own_frames(frames: Any) -> Any:
-    """Return the traceback without this module's frames."""
-    own = frames
-    while own is not None and own.tb_frame.f_code.co_filename == __file__:
-        own = own.tb_next
-    return frames if own is None else own
 
 
 def _write_result(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pickle
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import LaunchId, SlotId, SlotReport
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from spark_elastic.wire.messages import LaunchSpec
 
 
+REACH_TIMEOUT_S = 2.0
+"""Time for a connection to one address of the driver; a task tries all of them at once."""
+
+
 def slot_report() -> SlotReport:
     """Describe the slot that this process occupies: executor, host, interfaces, cores and GPUs."""
     return SlotReport(
@@ -40,8 +45,37 @@ def slot_report() -> SlotReport:
     )
 
 
+def slot_and_reach(addresses: Sequence[tuple[str, int]], key: bytes) -> str:
+    """Report this slot, and at which addresses of the driver it has reached the driver itself. Returns JSON.
+
+    Tries all addresses at the same time, for `REACH_TIMEOUT_S`.
+    """
+    from spark_elastic.wire.channel import connect
+
+    report = slot_report()
+    reached: list[str] = []
+    failed: dict[str, str] = {}
+
+    def attempt(host: str, port: int) -> None:
+        try:
+            connect([(host, port)], key, timeout_s=REACH_TIMEOUT_S).close()
+            reached.append(host)
+        except Exception as error:
+            failed[host] = str(error).partition(f"{host}:{port}: ")[2] or str(error)
+
+    threads = [
+        threading.Thread(target=attempt, args=address, name="spark_elastic reach", daemon=True) for address in addresses
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * REACH_TIMEOUT_S)
+    reach = {"host": report.host, "reached": reached, "failed": failed}
+    return json.dumps({"slot": dataclasses.asdict(report), "reach": reach})
+
+
 def _host_in_task() -> str:
-    """Return the machine's IPv4 address if its name can be resolved; 127.0.0.1 in local mode."""
+    """Return the machine's address if its name can be resolved; 127.0.0.1 in local mode."""
     if executor_id_in_task() == LOCAL_EXECUTOR:
         return "127.0.0.1"
     return address_of(host_name_in_task() or socket.gethostname())

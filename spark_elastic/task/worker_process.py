@@ -27,6 +27,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 """Variables that limit torch and TensorFlow to as many threads as the task has cores."""
 NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default torch's watchdog ends the process when a collective on GPUs fails; here a lost peer is survived."""
+QUIET_TENSORFLOW = ("TF_CPP_MIN_LOG_LEVEL", "1")
+"""Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
 """Longer lines are split, so that progress bars and binary dumps do not accumulate in memory."""
 _READ_BYTES = 64 * 1024
@@ -88,7 +90,7 @@ class WorkerProcess:
         self._result_head: dict[str, Any] | None = None
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        self._pending_order = b""
+        self._pending_order = memoryview(b"")
         self.is_running = True
         self._streams = {self._process.stdout.fileno(): "stdout", self._process.stderr.fileno(): "stderr"}
         self._result_fd = result_read
@@ -124,7 +126,7 @@ class WorkerProcess:
             "made_by": order.made_by,
             "function_bytes": len(order.function),
         }
-        self._pending_order = json.dumps(head).encode() + b"\n" + order.function
+        self._pending_order = memoryview(json.dumps(head).encode() + b"\n" + order.function)
         self._write_order()
 
     def kill(self) -> None:
@@ -157,7 +159,7 @@ class WorkerProcess:
         except OSError:
             self._stop_writing()
             return  # the process died, which the pidfd reports
-        self._pending_order = self._pending_order[written:]
+        self._pending_order = self._pending_order[written:]  # of a memoryview, this copies nothing
         if self._pending_order:
             self._loop.add_writer(fd, self._write_order)
         else:
@@ -295,6 +297,7 @@ def worker_environment(
     env.setdefault("OMP_WAIT_POLICY", "passive")
     # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
     env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
+    env.setdefault(*QUIET_TENSORFLOW)
     for name, value in NCCL_WATCHDOG.items():
         env.setdefault(name, value)
     if accelerators:

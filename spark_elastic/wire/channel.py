@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from spark_elastic.clock import monotonic
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.wire.framing import Connection
+from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import Message, decode, encode
+from spark_elastic.wire.ports import with_port
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Ch
             try:
                 return _connect(address, key, share)
             except (OSError, ChannelClosedError) as error:
-                failures[address] = f"{address[0]}:{address[1]}: {error or 'no answer'}"
+                failures[address] = f"{with_port(*address)}: {error or 'no answer'}"
         if monotonic() >= deadline:
             raise ChannelClosedError("cannot reach the driver: " + "; ".join(failures.values()))
         time.sleep(min(retry_pause_s(), max(deadline - monotonic(), 0.0)))
@@ -208,9 +210,14 @@ class MessageStream(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Queue a message; drop it if the stream is closed, which `on_closed` reports."""
+        if self._open:
+            self.send_encoded(encode(message))
+
+    def send_encoded(self, body: bytes) -> None:
+        """Queue a message that is encoded already, because other streams send it too. Otherwise like `send`."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(self._connection.send(encode(message)))
+        self._transport.write(self._connection.send(body))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
 
@@ -242,7 +249,7 @@ class MessageStream(asyncio.Protocol):
             return
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer_address = str(transport.get_extra_info("peername")[0])
+        self.peer_address = plain_address(str(transport.get_extra_info("peername")[0]))
         self._handshake_deadline = asyncio.get_running_loop().call_later(
             HANDSHAKE_TIMEOUT_S, self._refuse, "the peer did not authenticate in time"
         )

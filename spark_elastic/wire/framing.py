@@ -8,9 +8,11 @@ Handshake, with the job's random key K, which travels only in Spark's own task s
     client -> server   magic, nonce_c
     server -> client   magic, nonce_s, HMAC(K, "server" nonce_c nonce_s)
     client -> server   HMAC(K, "client" nonce_c nonce_s)
+    server -> client   an empty frame
 
-Both sides then derive one key for each direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the
-sequence number and the body, and the body. Nothing is encrypted.
+Both sides derive one key for each direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the sequence
+number and the body, and the body. Nothing is encrypted. The empty frame says that the server has checked the client's
+proof: a busy server may drop a connection whose handshake takes long, and the client must not take that for a loss.
 
 Standard library only, apart from `spark_elastic.errors`: the doctor sends both sources to executors that may lack the
 package.
@@ -26,7 +28,7 @@ import struct
 from spark_elastic.errors import AuthenticationError, FrameTooLargeError, ProtocolError
 
 KEY_BYTES = 32
-MAGIC = b"SPEL1"
+MAGIC = b"SPEL2"
 MAX_FRAME_BYTES = 32 * 2**20
 """Enough for any message; results and functions travel through Spark instead."""
 
@@ -63,8 +65,9 @@ class Connection:
         self._expected_proof = b""
         self._sent = 0
         self._received = 0
+        self._proved = False  # a client has checked the server's proof and waits for the empty frame
         self.authenticated = False
-        """True once the peer has proved that it holds the key."""
+        """True once both sides have proved that they hold the key; at a client, once the server has said so."""
 
     def start(self) -> bytes:
         """Return the first bytes to send: a client's greeting, nothing for a server."""
@@ -98,9 +101,7 @@ class Connection:
         reply = b""
         if not self.authenticated:
             reply = self._greet_client() if self._server else self._greet_server()
-            if not self.authenticated:
-                return [], reply
-        return self._bodies(), reply
+        return (self._bodies() if self.authenticated else []), reply
 
     def _greet_client(self) -> bytes:
         reply = b""
@@ -115,16 +116,27 @@ class Connection:
         proof = self._take(_PROOF_BYTES)
         if proof is not None:
             self._check(proof, self._expected_proof)
+            self.authenticated = True
+            reply += self.send(b"")
         return reply
 
     def _greet_server(self) -> bytes:
-        answer = self._take(len(MAGIC) + _NONCE_BYTES + _PROOF_BYTES)
-        if answer is None:
-            return b""
-        nonces = self._nonce + answer[len(MAGIC) : len(MAGIC) + _NONCE_BYTES]
-        self._check(answer[len(MAGIC) + _NONCE_BYTES :], _hmac(self._key, b"server", nonces))
-        self._derive(nonces)
-        return _hmac(self._key, b"client", nonces)
+        reply = b""
+        if not self._proved:
+            answer = self._take(len(MAGIC) + _NONCE_BYTES + _PROOF_BYTES)
+            if answer is None:
+                return b""
+            nonces = self._nonce + answer[len(MAGIC) : len(MAGIC) + _NONCE_BYTES]
+            self._check(answer[len(MAGIC) + _NONCE_BYTES :], _hmac(self._key, b"server", nonces))
+            self._derive(nonces)
+            self._proved = True
+            reply = _hmac(self._key, b"client", nonces)
+        accepted = self._bodies(most=1)
+        if accepted:
+            if accepted[0]:
+                raise ProtocolError("the peer sent a message before it accepted the connection")
+            self.authenticated = True
+        return reply
 
     def _take(self, size: int) -> bytes | None:
         """Return the next `size` bytes of the handshake, None if they are incomplete.
@@ -142,17 +154,17 @@ class Connection:
     def _check(self, proof: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(proof, expected):
             raise AuthenticationError("the peer does not hold this job's key")
-        self.authenticated = True
 
     def _derive(self, nonces: bytes) -> None:
         up, down = _hmac(self._key, b"client to server", nonces), _hmac(self._key, b"server to client", nonces)
         self._send_key, self._receive_key = (down, up) if self._server else (up, down)
 
-    def _bodies(self) -> list[bytes]:
-        bodies = []
+    def _bodies(self, most: int | None = None) -> list[bytes]:
+        """Return the bodies of the complete frames, at most that many."""
+        bodies: list[bytes] = []
         start = 0
         header = _LENGTH.size + _MAC_BYTES
-        while len(self._buffer) - start >= header:
+        while len(self._buffer) - start >= header and (most is None or len(bodies) < most):
             (size,) = _LENGTH.unpack_from(self._buffer, start)
             if size > self._max_frame_bytes:
                 raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)

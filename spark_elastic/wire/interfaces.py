@@ -13,16 +13,57 @@ import sys
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1
+_IF_INET6 = "/proc/net/if_inet6"
+_LINK_SCOPE = 0x20
+_TEMPORARY, _DEPRECATED = 0x01, 0x20
+_UNUSABLE = 0x08 | 0x40
+"""Flags of an IPv6 address that another machine has too, or for which that is still being checked."""
 
 
-def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that is up, by interface name, including loopback.
+def interface_addresses() -> dict[str, tuple[str, ...]]:
+    """Return the addresses of each interface that is up, by interface name, including loopback.
+
+    At most one IPv4 address, which is the first, and one IPv6 address. IPv6 addresses that are valid on one link only
+    (fe80::...) are left out: they say nothing without the name of the other machine's interface.
 
     On other systems than Linux: loopback as "lo" and the interface of the default route as "default".
     """
     if not sys.platform.startswith("linux"):
         default = _route_address()
-        return {"lo": "127.0.0.1", **({"default": default} if default is not None else {})}
+        return {"lo": ("127.0.0.1",), **({"default": (default,)} if default is not None else {})}
+    with_ipv4, with_ipv6 = _ipv4_addresses(), _ipv6_addresses()
+    names = dict.fromkeys([*with_ipv4, *with_ipv6])
+    return {name: tuple(of[name] for of in (with_ipv4, with_ipv6) if name in of) for name in names}
+
+
+def own_addresses() -> list[str]:
+    """Return all addresses of `interface_addresses`, without the names."""
+    return [address for of in interface_addresses().values() for address in of]
+
+
+def every_address() -> str:
+    """Return the address to bind to all interfaces of this machine: of IPv6 and IPv4 where the system has both."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Return one address of each interface that is up and has one: rather a lasting than a temporary one."""
+    try:
+        with open(_IF_INET6) as stream:
+            lines = [line.split() for line in stream]
+    except OSError:  # the kernel has no IPv6
+        return {}
+    best: dict[str, tuple[int, str]] = {}
+    for digits, _, _, scope, flags, name in lines:
+        if int(scope, 16) == _LINK_SCOPE or int(flags, 16) & _UNUSABLE:
+            continue
+        rank = int(flags, 16) & (_TEMPORARY | _DEPRECATED)
+        if name not in best or rank < best[name][0]:
+            best[name] = rank, str(ipaddress.IPv6Address(int(digits, 16)))
+    return {name: address for name, (_, address) in best.items()}
+
+
+def _ipv4_addresses() -> dict[str, str]:
     import fcntl
 
     found: dict[str, str] = {}
@@ -41,19 +82,50 @@ def interface_addresses() -> dict[str, str]:
 def address_of(name: str) -> str:
     """Return the address of a host, the same wherever it is asked: users write names, agents report addresses.
 
-    An address, and a name that cannot be resolved, is returned unchanged.
+    A name with addresses of both kinds gives the IPv4 address. An address is returned in its usual form, without
+    brackets; a name that cannot be resolved is returned unchanged.
     """
-    if is_address(name):
-        return name
-    try:
-        resolved = socket.gethostbyname(name)
-    except OSError:
+    plain = plain_address(name)
+    if is_address(plain):
+        return plain
+    resolved = _resolved(name)
+    if resolved is None:
         return name
     if not is_loopback(resolved) or name.partition(".")[0] == "localhost":
         return resolved
     # Debian's /etc/hosts gives 127.0.1.1 to the machine's own name. With that, all such machines would look like one.
-    outward = (address for address in (_route_address(), *interface_addresses().values()) if address)
+    outward = (address for address in (_route_address(), *own_addresses()) if address)
     return next((address for address in outward if not is_loopback(address)), name)
+
+
+def plain_address(text: str) -> str:
+    """Return an address in its usual form: without brackets, IPv6 shortened, an embedded IPv4 address as such.
+
+    Other texts are returned unchanged.
+    """
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        return text
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def is_ipv6(address: str) -> bool:
+    return ":" in address
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        pass
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET6, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    usable = (str(at[0]) for *_, at in found)
+    return next((plain_address(address) for address in usable if "%" not in address), None)
 
 
 def is_address(name: str) -> bool:
@@ -74,10 +146,12 @@ def is_loopback(address: str) -> bool:
 
 
 def _route_address() -> str | None:
-    """Return this machine's address on the default route; None without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return this machine's address on the default route, rather IPv4 than IPv6; None without one."""
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: a UDP connect only looks up the route
-            return str(probe.getsockname()[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((elsewhere, 9))  # sends nothing: a UDP connect only looks up the route
+                return str(probe.getsockname()[0])
         except OSError:
-            return None
+            continue
+    return None

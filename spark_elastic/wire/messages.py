@@ -1,8 +1,9 @@
 """The messages that cross a channel, their encoding, and the specification that an agent is launched with.
 
-A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. No message
-is ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
-driver's state.
+A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. A long one
+without a payload is compressed, because a world of a thousand members is sent to each of them. No message is ever
+unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the driver's
+state.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import sys
 import types
 import typing
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,8 @@ import cloudpickle
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Place, StateVersion, World
+
+FUNCTION_PART_BYTES = 1 << 20
 
 
 class Message:
@@ -37,10 +41,12 @@ class AgentHello(Message):
     launch: int
     """The slot's launch that started the agent; it may have been withdrawn since."""
     pid: int
-    addresses: dict[str, str]
-    """IPv4 addresses by interface name, including loopback."""
+    addresses: dict[str, tuple[str, ...]]
+    """Addresses by interface name, including loopback; IPv4 first."""
     probe_port: int
     """Port where the agent accepts and closes connections, so that others find addresses that reach it; 0: none."""
+    ports_taken: str
+    """Why the agent found no free port among those of `agent_ports`; "" if it did."""
     cores: int
     accelerators: tuple[str, ...]
     python: str
@@ -74,6 +80,13 @@ class OutputLines(Message):
     worker: int
     stream: str
     lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FunctionWanted(Message):
+    """Send the next part of the pickled function, from this byte on: it did not come with the launch."""
+
+    start: int
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,14 @@ class ProbePeers(Message):
     """Connect to each "address:port" and answer with `PeersReachable`."""
 
     peers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FunctionPart(Message):
+    """Answer to `FunctionWanted`: the bytes from `start` on, `FUNCTION_PART_BYTES` at most."""
+
+    start: int
+    payload: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -212,6 +233,16 @@ class EpochEnded(Message):
 
 
 @dataclass(frozen=True)
+class EpochRow(Message):
+    """An epoch's row of the history, as JSON, for callbacks on the driver. A new rank 0 sends them again."""
+
+    epoch: int
+    waits: bool
+    """The sender waits for an `EpochDecision` before the epoch ends."""
+    payload: bytes
+
+
+@dataclass(frozen=True)
 class Notice(Message):
     """A message for the user about the training; kept in the job's event log."""
 
@@ -292,6 +323,14 @@ class RunAgain(Message):
 
 
 @dataclass(frozen=True)
+class EpochDecision(Message):
+    """Answer to an `EpochRow`: the reason to end the training after this epoch; "" to continue it."""
+
+    epoch: int
+    stop: str
+
+
+@dataclass(frozen=True)
 class KvValues(Message):
     """Answer to the `KvGet` with this request number: the values in sequence, with their sizes."""
 
@@ -333,6 +372,11 @@ class Goodbye(Message):
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 _HINTS: dict[type[Any], dict[str, Any]] = {}
 _SEPARATOR = b"\n"
+_COMPRESS_FROM_BYTES = 4096
+_COMPRESSED = b"\x78"
+"""First byte of zlib's format; a message that is not compressed begins with a brace."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Limit of a decompressed message."""
 
 
 def encode(message: Message) -> bytes:
@@ -340,7 +384,8 @@ def encode(message: Message) -> bytes:
     fields = _values(message)
     payload: bytes = fields.pop("payload", b"")
     fields["type"] = type(message).__name__
-    return json.dumps(fields, separators=(",", ":"), default=_values).encode() + _SEPARATOR + payload
+    body = json.dumps(fields, separators=(",", ":"), default=_values).encode() + _SEPARATOR + payload
+    return body if payload or len(body) < _COMPRESS_FROM_BYTES else zlib.compress(body, 1)
 
 
 def _values(value: Any) -> dict[str, Any]:
@@ -353,6 +398,8 @@ def decode(data: bytes) -> Message:
     Raises:
         ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
+    if data.startswith(_COMPRESSED):
+        data = _decompressed(data)
     head, separator, payload = data.partition(_SEPARATOR)
     if not separator:
         raise ProtocolError("a frame without a message head")
@@ -372,6 +419,17 @@ def decode(data: bytes) -> Message:
     if payload and not ready:
         raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
     return typing.cast(Message, _build(cls, fields, name, **ready))
+
+
+def _decompressed(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        body = stream.decompress(data, MAX_MESSAGE_BYTES)
+    except zlib.error as error:
+        raise ProtocolError(f"a compressed message that is damaged: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
+    return body
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
@@ -440,7 +498,7 @@ class LaunchSpec:
     key: bytes = field(repr=False)
     """The job's key for the channels."""
     function: bytes = field(repr=False)
-    """cloudpickle of (fn, args, kwargs)."""
+    """cloudpickle of (fn, args, kwargs); empty if the agent has to fetch it from the driver."""
     connect_timeout_s: float
     made_by: str
     """`interpreter()` of the driver, for the error of a worker that cannot load the function."""
@@ -450,8 +508,12 @@ class LaunchSpec:
     """Device of the workers: "auto", "cpu", "cuda" or "cuda:N"."""
     nics: tuple[str, ...] | None = None
     """Network interfaces that may carry collectives; None for any."""
+    agent_ports: tuple[int, int] = (0, 0)
+    """The first and the last port at which the agents may listen; (0, 0) for any."""
     preimport: tuple[str, ...] = ("torch", "torch._dynamo")
     """Modules that a worker imports while it waits for its order, see `modules_of`."""
+    fetched_bytes: int = 0
+    """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
@@ -464,6 +526,14 @@ def modules_of(function: bytes) -> tuple[str, ...]:
     if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
         return ("torch", "keras", "spark_elastic.collective.operations")
     return ("torch", "torch._dynamo")  # the first optimizer in a process imports torch._dynamo, in 2 s
+
+
+def slowest_import(modules: tuple[str, ...]) -> str:
+    """Return the name of the package in `modules_of` that takes a worker the longest to import."""
+    return next((name for module, name in _SLOW.items() if module in modules), "torch")
+
+
+_SLOW = {"tensorflow": "TensorFlow", "keras": "Keras"}
 
 
 def interpreter() -> str:

@@ -218,6 +218,21 @@ class WorkerLink(Protocol):
         """
         ...
 
+    def report_epoch(self, epoch: int, row: bytes) -> None:
+        """Send an epoch's row of the history to the callbacks on the driver."""
+        ...
+
+    def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
+        """Send an epoch's row, and wait for the decision of the callbacks on the driver.
+
+        Returns:
+            The reason to end the training after this epoch; "" to continue, also if no decision came in time.
+
+        Raises:
+            HorovodInternalError: The driver has ended the round.
+        """
+        ...
+
     def kv_set(self, round: int, key: str, value: bytes) -> None: ...
 
     def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:

@@ -50,6 +50,10 @@ _QUICK = {
     "spark.sql.warehouse.dir": "/tmp/spark_elastic-warehouse",
 }
 
+# The Worker needs the timeout too: it sends its heartbeats four times as often.
+_WORKER_TIMEOUT = "-Dspark.worker.timeout=8"
+_PREFER_IPV6 = "-Djava.net.preferIPv6Addresses=true"
+
 _process_mark = uuid.uuid4().hex
 
 
@@ -61,8 +65,7 @@ def _environment(mark: str) -> dict[str, str]:
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(paths),
         "SPARK_DAEMON_MEMORY": "256m",
-        # The Worker needs the timeout too: it sends its heartbeats four times as often.
-        "SPARK_DAEMON_JAVA_OPTS": f"{_JAVA_OPTIONS} -Dspark.worker.timeout=8",
+        "SPARK_DAEMON_JAVA_OPTS": f"{_JAVA_OPTIONS} {_WORKER_TIMEOUT}",
         MARK: mark,
     }
 
@@ -158,7 +161,10 @@ class Standalone(Cluster):
         self._logs: list[IO[bytes]] = []
         self._worker_hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._decommission = decommission
-        host = network.gateway if network is not None else "127.0.0.1"
+        host = self._in_brackets(network.gateway) if network is not None else "127.0.0.1"
+        self._options = _PREFER_IPV6 if network is not None and network.ipv6 else ""
+        if self._options:
+            settings = {"spark.executor.extraJavaOptions": f"{_JAVA_OPTIONS} {self._options}", **settings}
         try:
             # it chooses its port itself: one that was free before its JVM is up may be anybody's by then
             arguments = ["--host", host, "--port", "0", "--webui-port", "0"]
@@ -218,7 +224,16 @@ class Standalone(Cluster):
         number = len(self._worker_hosts) + 2
         host = self._network.add_host() if self._network is not None else f"127.0.0.{number}"
         options = f"-Dspark.decommission.enabled={str(self._decommission).lower()}"
-        arguments = ["--host", host, "--cores", str(self._cores), "--memory", "2g", "--webui-port", "0"]
+        arguments = [
+            "--host",
+            self._in_brackets(host),
+            "--cores",
+            str(self._cores),
+            "--memory",
+            "2g",
+            "--webui-port",
+            "0",
+        ]
         arguments += ["--work-dir", str(self._directory / host), self.master_url]
         self._worker_hosts[host] = self._daemon(
             host,
@@ -247,12 +262,17 @@ class Standalone(Cluster):
             env={
                 **os.environ,
                 **_environment(self._mark),
+                "SPARK_DAEMON_JAVA_OPTS": f"{_JAVA_OPTIONS} {_WORKER_TIMEOUT} {self._options}".strip(),
                 **(environment or {}),
             },
             start_new_session=True,  # a Ctrl-C in the terminal is for pytest alone
         )
         self._daemons.append(daemon)
         return daemon
+
+    @staticmethod
+    def _in_brackets(host: str) -> str:
+        return f"[{host}]" if ":" in host else host
 
     def _wait_for_worker(self, host: str) -> None:
         self._wait_for_log(host, "Successfully registered with master")
@@ -301,9 +321,16 @@ def standalone(workers: int = 2, cores: int = 1, *, decommission: bool = False, 
     return Standalone(workers, cores, _dotted(settings), decommission=decommission)
 
 
-def namespaced(workers: int = 2, cores: int = 1, *, decommission: bool = False, **settings: str) -> Standalone:
-    """Start a standalone cluster, each Worker in a separate network namespace. See `network.why_unavailable` first."""
-    return Standalone(workers, cores, _dotted(settings), network=Network(), decommission=decommission)
+def namespaced(
+    workers: int = 2, cores: int = 1, *, decommission: bool = False, network: Network | None = None, **settings: str
+) -> Standalone:
+    """Start a standalone cluster, each Worker in a separate network namespace. See `network.why_unavailable` first.
+
+    An IPv6 `network` needs a driver JVM that prefers IPv6: a process of its own, with `SPARK_PREFER_IPV6` and
+    `SPARK_SUBMIT_OPTS` set before it imports pyspark.
+    """
+    network = network or Network()
+    return Standalone(workers, cores, _dotted(settings), network=network, decommission=decommission)
 
 
 def _dotted(settings: dict[str, str]) -> dict[str, str]:

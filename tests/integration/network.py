@@ -39,26 +39,33 @@ class Network:
     """A bridge with an address of this machine (`gateway`) and one namespace per host.
 
     Names carry the process id and a number, so that several test runs can share a machine.
+
+    Args:
+        ipv6: True: all addresses are IPv6, also those of loopback in the namespaces, which have no IPv4 at all.
+        local_ports: `net.ipv4.ip_local_port_range` of the namespaces; None: the system's default.
     """
 
     _count = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, ipv6: bool = False, local_ports: tuple[int, int] | None = None) -> None:
         Network._count += 1
+        self.ipv6 = ipv6
+        self._local_ports = local_ports
         self._tag = f"{os.getpid() % 100000}x{Network._count}"
         self._bridge = f"seb{self._tag}"
         second, third = 100 + os.getpid() % 100, (os.getpid() // 100 + Network._count * 16) % 256
-        self._prefix = f"10.{second}.{third}"
-        self.gateway = f"{self._prefix}.1"
+        self._prefix = f"fd00:{second:x}:{third:x}::" if ipv6 else f"10.{second}.{third}."
+        self._bits = 64 if ipv6 else 24
+        self.gateway = f"{self._prefix}1"
         self.hosts: list[str] = []
         _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"{self.gateway}/24", "dev", self._bridge)
+        self._add_address([], self.gateway, self._bridge)
         _ip("link", "set", self._bridge, "up")
 
     def add_host(self) -> str:
         """A new host; returns its address."""
         number = len(self.hosts) + 2
-        address = f"{self._prefix}.{number}"
+        address = f"{self._prefix}{number}"
         namespace, outer, inner = self._names(address)
         _ip("netns", "add", namespace)
         self._answer_names_from_files(namespace, address)
@@ -66,12 +73,23 @@ class Network:
         _ip("link", "set", inner, "netns", namespace)
         _ip("link", "set", outer, "master", self._bridge)
         _ip("link", "set", outer, "up")
-        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", inner)
+        self._add_address(["-n", namespace], address, inner)
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "link", "set", inner, "up")
-        _ip("-n", namespace, "route", "add", "default", "via", self.gateway)
+        _ip("-n", namespace, *(["-6"] if self.ipv6 else []), "route", "add", "default", "via", self.gateway)
+        if self.ipv6:
+            _ip("-n", namespace, "addr", "del", "127.0.0.1/8", "dev", "lo")
+        if self._local_ports is not None:
+            first, last = self._local_ports
+            write = f"echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range"
+            _ip("netns", "exec", namespace, "sh", "-c", write)
         self.hosts.append(address)
         return address
+
+    def _add_address(self, where: list[str], address: str, device: str) -> None:
+        # nodad: without it the address cannot be used for a second, while the system looks for another owner
+        no_check = ["nodad"] if self.ipv6 else []
+        _ip(*where, "addr", "add", f"{address}/{self._bits}", "dev", device, *no_check)
 
     def command_on(self, address: str) -> list[str]:
         """What to put before a command so that it runs on the host; it becomes the command (same pid)."""
@@ -101,9 +119,10 @@ class Network:
         directory = _ETC / namespace
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "nsswitch.conf").write_text("hosts: files\n")
-        (directory / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        loopback = "::1" if ":" in address else "127.0.0.1"
+        (directory / "hosts").write_text(f"{loopback} localhost\n{address} {socket.gethostname()}\n")
 
     def _names(self, address: str) -> tuple[str, str, str]:
         """Namespace, the link's end on the bridge, its end on the host. Linux allows 15 characters."""
-        number = address.rpartition(".")[2]
+        number = address.rpartition(":" if self.ipv6 else ".")[2]
         return f"se-{self._tag}-{number}", f"sev{self._tag}{number}"[:15], f"sei{self._tag}{number}"[:15]

@@ -31,6 +31,7 @@ FLOORS: tuple[str, ...] = (
     "driver",
     "task",
     "jobs",
+    "trackers",
     "ml",
     "diagnostics",
     "cli",

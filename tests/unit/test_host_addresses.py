@@ -9,7 +9,7 @@ from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.backends import LocalBackend
 from spark_elastic.membership.events import HostsObserved
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.wire.interfaces import own_addresses
 
 
 def test_host_names_are_translated_to_the_addresses_that_agents_report():
@@ -38,7 +38,7 @@ def test_invalid_answer_of_a_discovery_is_refused(found):
 
 def test_any_name_of_this_machine_is_the_host_of_local_agents():
     backend = LocalBackend(LocalLauncher(hosts=("localhost", "127.0.0.2")))
-    for name in ("localhost", socket.gethostname(), "127.0.0.1", "127.0.0.3", *interface_addresses().values()):
+    for name in ("localhost", socket.gethostname(), "127.0.0.1", "127.0.0.3", *own_addresses()):
         assert backend.host_of(name) == "127.0.0.1"
     assert backend.host_of("127.0.0.2") == "127.0.0.2"
     assert backend.host_of("192.0.2.9") == "192.0.2.9"

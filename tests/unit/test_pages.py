@@ -29,6 +29,7 @@ INTERNAL = {
     "NotPlain": "what is not plain is kept as an object",
     "_NeedsTrustError": "the value is pickled instead",
     "RefusedError": "a UsageError that is one of TensorFlow's errors, too",
+    "RefusedRequest": "the status page answers with its status code",
     "ScriptExit": "the command exits with the script's own code",
 }
 """Exceptions that no user sees, and why. Each is caught inside of the package."""
@@ -183,6 +184,23 @@ def test_commands_in_the_pages_are_understood() -> None:
             pytest.fail(f"{where}: {' '.join(words)}: exit {exit.code}")
 
 
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
+
+
+def test_the_picture_of_the_readme_shows_what_its_text_counts() -> None:
+    head = (DOCS / "images/stormy_run.png").read_bytes()[:4096]
+    drawn = re.search(rb"(\d+) epochs, [\d,]+ rows; \d to \d workers, (\d+) lost, (\d+) joined, no step lost", head)
+    assert drawn is not None, "the title of the picture, which it carries as text"
+    readme = (ROOT / "README.md").read_text()
+    described = re.search(r"over (\d+) epochs, [^\]]*: (\w+) are killed and (\w+) join\]", readme)
+    below = re.search(
+        r"in (\d+) epochs, and a script kills (\w+) of them.*?; (\w+) new ones join\. No step", readme, re.DOTALL
+    )
+    for said in (described, below):
+        assert said is not None
+        assert [int(said[1]), NUMBERS[said[2]], NUMBERS[said[3]]] == [int(number) for number in drawn.groups()]
+
+
 def test_links_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
@@ -202,8 +220,15 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES[1:] if f"docs/{page.name}" not in readme] == []
+    found: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in found:
+            found.add(page)
+            targets = re.findall(r"\]\(([^)\s#:]+\.md)(?:#[^)\s]*)?\)", page.read_text())
+            waiting += [(page.parent / target).resolve() for target in targets]
+    assert [page.name for page in PAGES if page not in found] == []
 
 
 def test_the_pages_name_only_files_that_exist() -> None:

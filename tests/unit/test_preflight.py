@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 
 import pytest
 
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
+    InvalidSettingsError,
     JavaNotFoundError,
+    MissingExtraError,
     NoSparkContextError,
     NotPicklableError,
-    SparkConnectNotSupportedError,
 )
 
 LOCK = threading.Lock()
@@ -41,10 +43,18 @@ def test_spark_argument_that_is_not_a_session_is_reported():
         preflight.check_spark("local[4]")
 
 
-def test_connect_session_is_refused_with_a_remedy():
-    session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
-    with pytest.raises(SparkConnectNotSupportedError, match=r"Spark Connect session.*spark-submit"):
+def test_stopped_connect_session_is_reported():
+    session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session", "is_stopped": True})()
+    with pytest.raises(NoSparkContextError, match="Spark Connect session was stopped; create a new one"):
         preflight.check_spark(session)
+
+
+def test_spark_remote_without_a_session_is_not_silently_classic(monkeypatch):
+    pytest.importorskip("grpc_status")
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
+    monkeypatch.setenv("SPARK_REMOTE", "sc://cluster:15002")
+    with pytest.raises(NoSparkContextError, match="SPARK_REMOTE=sc://cluster:15002 is set, but there is no Spark Conn"):
+        preflight.check_spark()
 
 
 def test_java_home_that_has_no_java_is_named(monkeypatch, tmp_path):
@@ -139,3 +149,33 @@ def test_object_that_contains_itself_does_not_trap_the_search():
     knot.insert(0, knot)
     with pytest.raises(NotPicklableError, match=r"args\[0\] → \[1\]"):
         preflight.pickled(print, (knot,))
+
+
+class Session:
+    """As much of a SparkContext as its settings."""
+
+    def __init__(self, settings):
+        self.getConf = lambda: settings
+
+
+def test_ports_of_a_session_are_its_settings():
+    session = Session({"spark.elastic.driver.port": "42100-42103"})
+    assert preflight.session_ports(session, "driver_port") == (42100, 42103)
+    assert preflight.session_ports(session, "agent_ports").are_any
+
+
+def test_invalid_port_of_a_session_is_named_as_the_session_names_it():
+    with pytest.raises(InvalidSettingsError, match=r"spark\.elastic\.agent\.ports=.*neither a port nor"):
+        preflight.session_ports(Session({"spark.elastic.agent.ports": "many"}), "agent_ports")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("grpc", "grpcio"), ("google.rpc", "googleapis-common-protos"), ("pyarrow", "pyarrow")]
+)
+def test_packages_that_spark_connect_lacks_are_named(monkeypatch, module, package):
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
+    monkeypatch.setenv("SPARK_REMOTE", "sc://cluster:15002")
+    pytest.importorskip("grpc_status")
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(MissingExtraError, match=rf"needs {package}, .*spark-elastic\[connect\]"):
+        preflight.check_spark()

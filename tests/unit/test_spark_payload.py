@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,8 +29,8 @@ def sent(monkeypatch):
 
         monkeypatch.setattr(launcher, "SparkLauncher", Launcher)
         backend = backends.SparkBackend.__new__(backends.SparkBackend)
-        backend._context = None
-        monkeypatch.setattr("spark_elastic.driver.spark.slot_queue.queue_of", lambda sc: None)
+        backend._context = SimpleNamespace(applicationId="app-1")
+        monkeypatch.setattr("spark_elastic.driver.spark.slot_queue.queue_of", lambda application: None)
         monkeypatch.setattr(
             "spark_elastic.driver.spark.slot_queue.QueuedLauncher",
             lambda queue, job, need, build, ended: build(ended),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
+from spark_elastic.data.spark_console import close_connection
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 
 if TYPE_CHECKING:
@@ -156,24 +157,6 @@ def _java_message(error: Exception) -> str | None:
 
 
 # --- the connection to the JVM ------------------------------------------------------------------
-
-
-def close_connection(sc: SparkContext) -> None:
-    """Close this thread's connection to the JVM. To be called before the thread ends.
-
-    Otherwise Py4J closes it from a finalizer after the thread's end, and the log call in there leaves a stale entry
-    behind in `threading.enumerate()`.
-    """
-    from py4j.protocol import Py4JError
-
-    client: Any = getattr(sc._gateway, "_gateway_client", None)
-    connection = client.get_thread_connection() if hasattr(client, "get_thread_connection") else None
-    if connection is None:
-        return
-    with contextlib.suppress(ValueError):
-        client.deque.remove(connection)
-    with contextlib.suppress(Py4JError, OSError):  # the JVM has closed it already
-        connection.close()
 
 
 def jvm_context(sc: SparkContext) -> Any:

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from spark_elastic import clock
+from spark_elastic.data.spark_python import python_error_of, refuse_python, report_python
 from spark_elastic.driver.spark import cluster
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
 from spark_elastic.membership.reasons import Wait, WaitKind, counted, wait_in_words
@@ -148,6 +151,7 @@ class SparkHostDiscovery:
 
         Raises:
             NotEnoughSlotsError: After `timeout_s`.
+            ExecutorPythonError: The executors run a Python in which workers cannot run.
             JobCancelledError: `stop` was set.
         """
         if cluster.dynamic_allocation(self._sc):
@@ -171,7 +175,11 @@ class SparkHostDiscovery:
                 detail = f"{self._shape(self.slots())}, but never {num_proc} free at the same time"
                 raise too_few(waited_s=waited, detail=detail)
         if job.error is None:
-            return SlotProbe(tuple(job.rows))
+            for python, _ in job.rows:
+                refuse_python(python)
+            return SlotProbe(tuple(report for _, report in job.rows))
+        if (wrong_python := python_error_of(job.error, str(self._sc.pythonExec))) is not None:
+            raise wrong_python
         reason = cluster.reason_of_error(job.error)
         if _REFUSED in str(job.error):
             return SlotProbe((), f"barrier mode is refused: {reason}")
@@ -182,12 +190,19 @@ class SparkHostDiscovery:
         return f"{counted(count.executors, 'executor')} with {count.now} slots in all (spark.task.cpus={cpus})"
 
 
-def _reporting_task(report_slot: Callable[[], SlotReport]) -> Callable[[Any], list[SlotReport]]:
-    """Return the function of the probe's tasks, which is pickled by value."""
+def _reporting_task(report_slot: Callable[[], SlotReport]) -> Callable[[Any], list[Any]]:
+    """Return the function of the probe's tasks, which is pickled by value.
+
+    A task returns `spark_python.report_python`'s answer, and the slot's report unless packages are missing.
+    """
+    look_at_python, pickled = report_python(), cloudpickle.dumps(report_slot)
 
     # No barrier() and no allGather(): each would take a second. No getTaskInfos(): its addresses are those that the
     # driver's sockets saw, and on local-cluster executors listen on others.
-    def task(_rows: Any) -> list[SlotReport]:
-        return [report_slot()]
+    def task(_rows: Any) -> list[Any]:
+        import pickle
+
+        python = look_at_python()
+        return [(python, None if python[2] else pickle.loads(pickled)())]
 
     return task

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.driver.spark.cluster import close_connection, executor_ids, is_local, jvm_context, loss_of_executor
+from spark_elastic.data.spark_console import close_connection
+from spark_elastic.driver.spark.cluster import executor_ids, is_local, jvm_context, loss_of_executor
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 

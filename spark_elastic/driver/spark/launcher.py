@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from spark_elastic import clock
+from spark_elastic.data.spark_console import close_connection
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark import cluster
 from spark_elastic.membership.reasons import LossCause, reported
@@ -122,7 +123,7 @@ class SparkLauncher:
 
         def ask() -> None:
             answer.append(cluster.why_gone(self.sc))
-            cluster.close_connection(self.sc)
+            close_connection(self.sc)
 
         thread = threading.Thread(target=ask, name="spark_elastic context check", daemon=True)
         thread.start()
@@ -156,7 +157,7 @@ class SparkLauncher:
                 self._changed.notify_all()
             self.on_ended(end)
         finally:
-            cluster.close_connection(self.sc)
+            close_connection(self.sc)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
@@ -218,7 +219,7 @@ class SparkLauncher:
                 with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
                     self._broadcast.destroy()
         finally:
-            cluster.close_connection(self.sc)
+            close_connection(self.sc)
 
     def _watch_until_closed(self) -> None:
         next_look = clock.monotonic() + _WATCH_INTERVAL_S

@@ -1,4 +1,4 @@
-"""The queue of the jobs that share a SparkContext: one job at a time gathers its minimum of slots.
+"""The queue of the jobs that share a Spark application: one job at a time gathers its minimum of slots.
 
 Two jobs of three workers each on four slots: with two slots each, both would wait until their timeouts. So jobs gather
 their minimum one after the other, in order of arrival. A job that has trained and fell below its minimum goes first: a
@@ -12,15 +12,10 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
-from typing import TYPE_CHECKING
 
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
-
-if TYPE_CHECKING:
-    from pyspark import SparkContext
-
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +40,7 @@ class Reservation:
 
 
 class SlotQueue:
-    """The queue of the jobs of one SparkContext.
+    """The queue of the jobs of one Spark application.
 
     Any thread may call it. `on_change` is called without the lock.
     """
@@ -119,10 +114,10 @@ _queues: dict[str, SlotQueue] = {}
 _queues_lock = threading.Lock()
 
 
-def queue_of(sc: SparkContext) -> SlotQueue:
-    """Return the queue of this SparkContext; there is one for each."""
+def queue_of(application: str) -> SlotQueue:
+    """Return the queue of the Spark application with this id; there is one for each."""
     with _queues_lock:
-        return _queues.setdefault(str(sc.applicationId), SlotQueue())
+        return _queues.setdefault(application, SlotQueue())
 
 
 @dataclass(eq=False)

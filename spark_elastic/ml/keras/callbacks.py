@@ -228,8 +228,8 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     for one in callbacks:
         if not isinstance(one, (Callback, keras.callbacks.Callback)):
             raise InvalidSettingsError(
-                "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
-                f"not of {one!r}"
+                "callbacks must be a list of spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback and "
+                f"spark_elastic.DriverCallback, not of {one!r}"
             )
 
 

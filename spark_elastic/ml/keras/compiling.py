@@ -41,6 +41,27 @@ def input_names(model: Any) -> list[str] | None:
     return None if inputs is None else [str(each.name) for each in inputs]
 
 
+def check_order(setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]]) -> None:
+    """Raise InvalidSettingsError if a column has the name of another input or output than the one it is given to.
+
+    Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
+    else would notice that two are exchanged.
+
+    Args:
+        setting: The setting with the columns.
+        ends: "inputs" or "outputs".
+        names: Their names in order; None: not known.
+        columns: The columns of each of them.
+    """
+    for name, given in zip(names or (), columns, strict=False):
+        if len(given) == 1 and given[0] != name and given[0] in (names or ()):
+            raise InvalidSettingsError(
+                f"{setting} gives the column {given[0]!r} to {name!r}: the model's {ends} are, in order, "
+                f"{', '.join(map(str, names or ()))} (those of a dict are ordered by name). List the columns in this "
+                "order; if the column is meant for it, rename the column"
+            )
+
+
 def output_names(model: Any) -> list[str] | None:
     """Return the names of the outputs, the keys of dicts of losses; None if the model has none before it is called."""
     struct = getattr(model, "_outputs_struct", None)

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import losses_by_output, output_names, rule
+from spark_elastic.ml.keras.compiling import check_order, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.steps import GradientRecord
@@ -41,6 +41,10 @@ def dry_run(
     batch = first_rows(training, common.ROWS)
     with UserCodeContext("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepare(training)
+    names = output_names(ready.model)
+    of_outputs = losses_by_output(ready.compiled.loss, names)
+    labels = [field.columns for field in training.dataset.layout.fields if field.name.startswith("label_")]
+    check_order("label_cols", "outputs", [name for name, _ in of_outputs], labels)
     common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )
@@ -52,8 +56,6 @@ def dry_run(
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
-    names = output_names(ready.model)
-    of_outputs = losses_by_output(ready.compiled.loss, names)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
     return common.try_transform(
         training, batch, KerasPredictor(ready.model), inference_fn, rule(first[0]) if first else None

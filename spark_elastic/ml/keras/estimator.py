@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
+from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from spark_elastic.ml.keras.compiling import CompileArguments
 
     KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
-    KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
+    KerasCallback: TypeAlias = Callback | DriverCallback | keras.callbacks.Callback
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """Settings that default to those that the model was compiled with."""
@@ -74,8 +75,10 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             names, lists, and dicts by output.
         feature_cols: Columns of the inputs in the order of `model.inputs`; for inputs in a dict, in the order of their
             names.
-        label_cols: One for each output that has a loss, in the order of `model.outputs`.
-        callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
+        label_cols: One for each output that has a loss, in the order of `model.outputs`; for outputs in a dict, in the
+            order of their names.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, which run in the workers, and
+            `spark_elastic.DriverCallback`, which run on the driver, in any order.
         custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
             Those that the model itself consists of need not be listed.
 
@@ -110,7 +113,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     )
     getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
     callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
-        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
+        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, which run in the workers, and of "
+        "spark_elastic.DriverCallback, which run on the driver.",
+        to.anything,
     )
     custom_objects: Param[Mapping[str, Any] | None] = setting(
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
@@ -149,6 +154,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         num_threads: int | None = None,
         run_options: Mapping[str, Any] | None = None,
         verbose: int = 1,
+        status_port: int | Literal["auto"] | None = "auto",
         store: str | os.PathLike[str] | Store | None = None,
         storage_options: Mapping[str, Any] | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -175,6 +181,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         prediction_col: str = "prediction",
         prediction: PredictionRule = "auto",
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         handle_invalid: HandleInvalid = "error",
         inference_fn: ColumnsFunction | None = None,
         transform_batch_size: int = 4096,
@@ -226,7 +233,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                     f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
                     "shares of a batch that have any size; create it with shape= instead of batch_shape="
                 )
-        check_callbacks(self._callbacks())
+        check_callbacks(self._worker_callbacks())
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
                 device_name(self._given(name))
@@ -283,12 +290,12 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             model=self._sealed("model", model),
             compiled=self._sealed("the compile settings", compiled),
             optimizer_values=values_of(own) if compiled.optimizer is own else None,
-            callbacks=self._sealed("callbacks", self._callbacks()),
+            callbacks=self._sealed("callbacks", self._worker_callbacks()),
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
-        from spark_elastic.ml.keras.compiling import build_for, input_names
+        from spark_elastic.ml.keras.compiling import build_for, check_order, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -298,6 +305,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 f"the model has {len(names)} inputs ({', '.join(names)}), and feature_cols make {len(inputs)} "
                 f"({found}); a list of lists makes an input of each inner list"
             )
+        if self._given("transformation_fn") is None:
+            check_order("feature_cols", "inputs", names, [field.columns for field in inputs])
         if model.built:
             return model
         if self._given("transformation_fn") is not None:

@@ -97,6 +97,8 @@ def prefer_backend() -> None:
     """Choose TensorFlow as backend, unless Keras is imported already or the environment names a backend."""
     if "keras" not in sys.modules:
         os.environ.setdefault(ENV, NEEDED)
+    if "tensorflow" not in sys.modules:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # no lines about the processor in the middle of a transform
 
 
 def set_threads(count: int) -> None:

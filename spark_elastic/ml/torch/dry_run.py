@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.objective import BatchMaker, ForwardResult, Objective, TorchBatch, rule
+from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
+from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import detached
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
+from spark_elastic.reporting.history import FACTS
 from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
@@ -46,35 +50,39 @@ def dry_run(
     generator = torch.random.get_rng_state()
     try:
         batch = first_rows(copied, common.ROWS)
-        _step(copied, batch)
+        result, logged = _step(copied, batch)
         first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
-        return common.try_transform(
-            copied, batch, TorchPredictor(copied.model.eval(), "cpu"), inference_fn, rule(first)
-        )
+        predictor = TorchPredictor(copied.model.eval(), "cpu")
+        tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
+        return replace(tried, settings={"logged": logged})
     finally:
         torch.random.set_rng_state(generator)
 
 
-def _step(training: TorchTraining, batch: Batch) -> None:
+def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[LoggedName, Any]]:
+    """Do one step; return the result of its forward pass, and what the model logs, as `TorchTraining.logged`."""
     common.check_metric_names(training.metrics)
     model = training.model.cpu().train()
     optimizer = build_optimizer(training.optimizer, model)
     schedule = LearningRateSchedule(training, optimizer)
     objective = objective_of(training)
-    metrics = TorchMetricAccumulator(objective, training.metrics)
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
     with (
-        UserCodeContext("the model and its loss", part.rows, part.tensors),
+        UserCodeContext(_subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
         warnings.catch_warnings(),
     ):
         # torch warns of a loss that compares each output with the labels of all rows; here that is an error
         warnings.filterwarnings("error", message="Using a target size")
-        result = objective.forward(model, part)
+        objective.begin(model, StepPlace())
+        result = _kept(objective.forward(model, part))
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(result, part.rows, counts)
         _check_pairs(objective, part, result)
+    validation = _validation(training, objective, part)
+    logged = _logged(result, validation)
+    metrics = TorchMetricAccumulator(objective, training.metrics, logged)
     seen = {**part.tensors, **{f"output {number}": value for number, value in enumerate(result.outputs)}}
     with UserCodeContext("the metrics", part.rows, seen):
         sums = torch.zeros(metrics.width, dtype=torch.float64)
@@ -92,14 +100,56 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     with common.optimizer_errors(optimizer, "parameters"):
         optimizer.step()
     try:
-        logs = metrics.logs(sums.numpy(), [piece])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchmetrics warns of a class that is missing in so few rows
+            logs = metrics.logs(sums.numpy(), [piece])
+            val_logs = None if validation is None else _validation_logs(metrics, validation, part.rows)
     except Exception as error:  # a metric may need more than the first rows
         log.info("the names of the history's columns are not known yet: %s", error)
     else:
-        row = common.check_monitors(training, training.callbacks, logs)
+        row = common.check_monitors(training, training.callbacks, logs, val_logs)
         schedule.after_step()
         schedule.after_epoch(row)
     _check_writable(training, model, optimizer, schedule)
+    return result, logged
+
+
+def _subject(training: TorchTraining) -> str:
+    return training.train_fn.name if isinstance(training.train_fn, ModelStep) else "the model and its loss"
+
+
+def _validation(training: TorchTraining, objective: Objective, part: TorchBatch) -> ForwardResult | None:
+    """Call a `ModelStep` as in a validation; None for other models, and without a validation."""
+    if not (isinstance(training.train_fn, ModelStep) and training.validates):
+        return None
+    training.model.eval()
+    with UserCodeContext(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
+        objective.begin(training.model, StepPlace(step=1))
+        result = _kept(objective.forward(training.model, part))
+    training.model.train()
+    return result
+
+
+def _validation_logs(metrics: TorchMetricAccumulator, result: ForwardResult, rows: int) -> dict[str, float]:
+    sums = torch.zeros(metrics.width, dtype=torch.float64)
+    piece = metrics.measure(result, rows, sums)
+    return metrics.logs(sums.numpy(), [piece], "val_")
+
+
+def _kept(result: ForwardResult) -> ForwardResult:
+    """Return the result with copies of the metrics that it logs, whose states the next call would reset."""
+    return replace(result, logged={key: copy.deepcopy(value) for key, value in result.logged.items()})
+
+
+def _logged(*results: ForwardResult | None) -> dict[LoggedName, Any]:
+    """Return what the results log, as `TorchTraining.logged`; warn of names that are columns of every history."""
+    found: dict[LoggedName, Any] = {}
+    for key, logged in [pair for result in results if result is not None for pair in result.logged.items()]:
+        if key.name in FACTS:
+            log.warning("self.log(%r) is ignored: the history has a column of that name of its own", key.name)
+        else:
+            found[key] = None if isinstance(logged.value, float) else logged.value
+    return found
 
 
 def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) -> None:

@@ -22,6 +22,7 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
+from spark_elastic.ml.torch.model_step import StepPlace
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
@@ -94,7 +95,7 @@ class TorchEngine(Engine):
         self.schedule = LearningRateSchedule(training, optimizer)
         best = copy.deepcopy(model).requires_grad_(False) if keeps_best else None
         self._objective = objective_of(training, self._device)
-        metrics = TorchMetricAccumulator(self._objective, training.metrics)
+        metrics = TorchMetricAccumulator(self._objective, training.metrics, training.logged)
         self._maker = BatchMaker(training, self._device)
         self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -113,6 +114,8 @@ class TorchEngine(Engine):
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+        self._validated = Progress()
+        """The progress of the training at the last `begin_validation`."""
         self._own_loss: float | None = None
         """The loss of this worker's rows in the last step, if it was NaN or infinite."""
 
@@ -133,6 +136,8 @@ class TorchEngine(Engine):
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         self._seed(at.epoch, batch.start)
         self._check_frozen()
+        begun = int(at.history[-1]["steps"]) if at.history else 0
+        self._objective.begin(self.model, StepPlace(at.epoch, at.step, at.step - begun, self._rank, self._size))
         self.optimizer.zero_grad()
         for param in self._others:
             param.grad = None
@@ -226,14 +231,19 @@ class TorchEngine(Engine):
         if self._device.type == "cuda":
             torch.cuda.manual_seed(key >> 1)
 
-    def begin_validation(self) -> None:
+    def begin_validation(self, at: Progress) -> None:
         self.model.eval()
+        self._validated = at
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
         numbers = torch.zeros(self.metrics.width, dtype=torch.float64)
         pieces: list[Piece] = []
+        at, training = self._validated, self._training
+        global_rows = training.batch_size or (training.per_worker_batch_size or 1) * self._size
         with torch.no_grad():
             for batch in batches:
+                index = batch.start // global_rows
+                self._objective.begin(self.model, StepPlace(at.epoch, at.step, index, self._rank, self._size))
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
                     pieces.append(self.metrics.measure(result, part.rows, numbers))

@@ -13,12 +13,14 @@ from pyspark.ml.param import Param
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
+from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -29,10 +31,11 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.torch import objective, serialization
+from spark_elastic.ml.torch import lightning, objective, serialization, transformers
 from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
+from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
@@ -62,23 +65,24 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         metrics: Functions of (output, label) or torchmetrics metrics, by name.
         train_fn: Function (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained
             as loss(model(inputs), label). The batch has `inputs`, `labels`, `weights`, and `batch["features_0"]`.
-        callbacks: Callbacks of `spark_elastic.ml.callbacks`, such as `EarlyStopping`.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks`, such as `EarlyStopping`, which run in the workers, and
+            `spark_elastic.DriverCallback`, which run on the driver.
     """
 
     DECIDING = (*ElasticEstimator.DECIDING, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
 
     model: Param[torch.nn.Module | None]
-    optimizer: Param[torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None]
+    optimizer: Param[torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None]
     loss: Param[Callable[..., Any] | Sequence[Callable[..., Any]] | None]
     loss_weights: Param[Sequence[float] | None]
     metrics: Param[Mapping[str, Any] | None]
-    callbacks: Param[Callback | Sequence[Callback] | None]
+    callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)
-    lr_scheduler: Param[Any] = setting(
+    lr_scheduler: Param[torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None] = setting(
         "a scheduler on the optimizer, or a function of the optimizer that returns one.",
         to.anything,
     )
@@ -100,7 +104,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         self,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
         loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         train_fn: Callable[..., Any] | None = None,
         loss_weights: Sequence[float] | None = None,
@@ -113,14 +117,14 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         batch_size: int | None = None,
         per_worker_batch_size: int | None = None,
         epochs: int = 1,
-        lr_scheduler: Any = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None = None,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
         scheduler_monitor: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
         validation: float | str | None = None,
         metrics: Mapping[str, Any] | None = None,
-        callbacks: Callback | Sequence[Callback] | None = None,
+        callbacks: Callback | DriverCallback | Sequence[Callback | DriverCallback] | None = None,
         num_proc: int | None = None,
         min_num_proc: int | None = None,
         max_num_proc: int | None = None,
@@ -128,6 +132,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         num_threads: int | None = None,
         run_options: Mapping[str, Any] | None = None,
         verbose: int = 1,
+        status_port: int | Literal["auto"] | None = "auto",
         store: str | os.PathLike[str] | Store | None = None,
         storage_options: Mapping[str, Any] | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -153,6 +158,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         prediction_col: str = "prediction",
         prediction: PredictionRule = "auto",
         probability_col: str | None = None,
+        raw_prediction_col: str | None = None,
         handle_invalid: HandleInvalid = "error",
         inference_fn: ColumnsFunction | None = None,
         transform_batch_size: int = 4096,
@@ -160,6 +166,40 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         transform_device: str = "cpu",
     ) -> None:
         super().__init__(**self._input_kwargs)
+
+    @classmethod
+    @with_keywords_of(__init__)
+    def from_lightning(cls, module: torch.nn.Module, settings: dict[str, Any]) -> ElasticTorchEstimator:
+        """Return an estimator that trains a LightningModule by its own steps and `configure_optimizers`.
+
+        Args:
+            module: The module. Its steps get `(features, labels)`; several inputs or labels are a tuple.
+            settings: The other settings, as keywords, without those that the module decides: loss, metrics, optimizer
+                and lr_scheduler.
+
+        Raises:
+            InvalidSettingsError: The module overrides something that would change the result and is not called here,
+                or a setting is the module's to decide.
+        """
+        _check_absent(settings, "model", "train_fn")
+        lightning.check_module(module)
+        return cls(**{**settings, "model": module, "train_fn": lightning.LightningStep()})
+
+    @classmethod
+    @with_keywords_of(__init__)
+    def from_transformers(cls, model: torch.nn.Module, settings: dict[str, Any]) -> ElasticTorchEstimator:
+        """Return an estimator for a model that takes inputs by name and returns an object with `.loss` and `.logits`.
+
+        Args:
+            model: A model of transformers, or another one with such a forward.
+            settings: The other settings, as keywords. `feature_cols` and `label_cols` name the arguments of the model's
+                forward, such as "input_ids" and "labels". The default optimizer is AdamW with a rate of 5e-5.
+
+        Raises:
+            InvalidSettingsError: A setting does not go with a model that computes its own loss.
+        """
+        _check_absent(settings, "model", "train_fn")
+        return cls(**transformers.settings_of(model, settings))
 
     @same_keywords(__init__)
     def setParams(self) -> ElasticTorchEstimator:
@@ -172,6 +212,10 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     def _check_together(self) -> None:
         super()._check_together()
+        if (step := self._model_step()) is not None:
+            for name in step.decides:
+                if self.isSet(name) and self._given(name) is not None:
+                    raise InvalidSettingsError(f"{name} is set, but {step.name} decides it itself; leave it out")
         if self._given("loss") is not None and self._given("train_fn") is not None:
             raise InvalidSettingsError(
                 "loss and train_fn are both set; a train_fn computes its own loss, leave one out"
@@ -188,11 +232,12 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             raise InvalidSettingsError(
                 f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
             )
-        if optimizer is None:
+        step = self._model_step()
+        if optimizer is None and (step is None or not step.makes_optimizer):
             raise InvalidSettingsError(
                 "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
             )
-        if not (isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+        if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
             raise InvalidSettingsError(
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
             )
@@ -204,10 +249,11 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                     "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
                     "optimizer that returns a scheduler"
                 )
-        for callback in self._callbacks():
+        for callback in self._worker_callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
-                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback, not of {callback!r}"
+                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and spark_elastic.DriverCallback, "
+                    f"not of {callback!r}"
                 )
         if self._given("device") not in (None, "auto"):
             try:
@@ -230,18 +276,39 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     def _label_dtypes(self) -> list[str | None]:
         loss, labels = self._given("loss"), self._given("label_cols") or []
+        if (step := self._model_step()) is not None:
+            return [step.label_dtype] * len(labels)
         each = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
         return [objective.label_dtype(one) for one in each]
 
+    def _model_step(self) -> ModelStep | None:
+        """Return the `train_fn` of a model that decides how it is trained; None for other models."""
+        train_fn = self._given("train_fn")
+        return train_fn if isinstance(train_fn, ModelStep) else None
+
+    def _configured(self, dataset: Dataset) -> dict[str, Any]:
+        """Return the settings that the model decides now that the rows are known."""
+        step, batch_size = self._model_step(), self._batch_size()
+        if step is None:
+            return {}
+        steps = None if batch_size is None else -(-dataset.rows("train") // batch_size)
+        return step.configured(self._given("model"), self._given("epochs"), steps)
+
+    def _identity(self, dataset: Dataset) -> dict[str, Any]:
+        configured = {name: each for name, each in self._configured(dataset).items() if name in self.DECIDING}
+        configured.pop("train_fn", None)
+        return {**super()._identity(dataset), **{name: described(each) for name, each in configured.items()}}
+
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
         same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
-        return TorchTraining(
+        settings = {
             **self._common_settings(dataset, run, resume_from),
-            metrics=self._given("metrics") or {},
-            scheduler_monitor=self._given("scheduler_monitor"),
-            callbacks=self._callbacks(),
+            "metrics": self._given("metrics") or {},
+            "scheduler_monitor": self._given("scheduler_monitor"),
+            "callbacks": self._worker_callbacks(),
             **{name: self._given(name) for name in same},
-        )
+        }
+        return TorchTraining(**{**settings, **self._configured(dataset)})
 
     def _dry_run(self, training: TorchTraining) -> DryRunResult:
         return dry_run(training, self._given("inference_fn"))
@@ -260,3 +327,10 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             values = serialization.from_bytes(read(MODEL_FILE))
         model._attach(serialization.fill(module, values), fitted)
         return model
+
+
+def _check_absent(settings: Mapping[str, Any], *names: str) -> None:
+    """Raise InvalidSettingsError if one of these settings is given, which follow from the first argument."""
+    for name in names:
+        if settings.get(name) is not None:
+            raise InvalidSettingsError(f"{name} follows from the model that is the first argument; leave it out")

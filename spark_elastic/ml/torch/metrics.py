@@ -3,20 +3,29 @@
 The sums of a step are reduced together with the gradients, in one float64 vector. A torchmetrics metric is reset at the
 start of each step, and the states that its `update` leaves are added to the sums. States that cannot be added up (lists
 of predictions, maxima) are gathered from all workers instead, which costs more.
+
+Metrics of `torchmetrics.classification` decide for each call of `update` whether the outputs are logits: they are if
+one of them is outside of [0, 1]. A worker's share of the last batch may be a single row, so that answer would depend on
+the number of workers. Where the loss tells that the outputs are logits, these metrics are given probabilities instead.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.torch.objective import ForwardResult, Objective
+from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, LoggedValue
+from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
+from spark_elastic.reporting.history import FACTS
+
+log = logging.getLogger("spark_elastic.ml")
 
 
 class _FunctionMetric:
@@ -52,10 +61,15 @@ class _FunctionMetric:
 class _Torchmetric:
     """A metric with `update`, `compute`, `reset`, and states with reductions, as torchmetrics has them."""
 
-    def __init__(self, name: str, metric: Any) -> None:
+    def __init__(self, name: str, metric: Any, rule: str | None) -> None:
         self.name = name
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
+        self._classifies = any(
+            each.__module__.startswith("torchmetrics.classification") for each in type(metric).__mro__
+        )
+        self._rule = rule
+        """The rule for predictions from the output's loss; see `objective.rule`."""
         self._reductions: dict[str, Any] = dict(metric._reductions)
         self._defaults: dict[str, Any] = {
             state: default.cpu() if isinstance(default, torch.Tensor) else default
@@ -72,7 +86,13 @@ class _Torchmetric:
         metric = self._metric
         _move(metric, output)
         metric.reset()
+        if self._classifies:
+            output, label = probabilities(output, self._rule), class_numbers(label)
         metric.update(output, label)
+        return self.numbers(metric)
+
+    def numbers(self, metric: Any) -> list[float]:
+        """Return the states of a metric of this kind, if they can be added up; [] if they are gathered."""
         if self.gathered:
             return []
         return [
@@ -82,11 +102,11 @@ class _Torchmetric:
             for number in (getattr(metric, state).cpu().double() - default.double()).reshape(-1).tolist()
         ]
 
-    def states(self) -> dict[str, Any]:
-        """Return copies of the states on the CPU, by name."""
+    def states(self, metric: Any = None) -> dict[str, Any]:
+        """Return copies of the states of a metric of this kind on the CPU, by name; without one, of the last update."""
         out = {}
         for state in self._reductions:
-            value = getattr(self._metric, state)
+            value = getattr(self._metric if metric is None else metric, state)
             out[state] = [part.detach().cpu() for part in value] if isinstance(value, list) else value.detach().cpu()
         return out
 
@@ -110,6 +130,38 @@ class _Torchmetric:
         return metric.compute()  # type: ignore[no-any-return]
 
 
+def probabilities(output: Any, rule: str | None) -> Any:
+    """Return an output as probabilities, if its loss takes logits of one class ("binary_logit") or of several."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return output
+    if rule == "binary_logit":
+        return output.sigmoid()
+    return output.softmax(1) if rule == "argmax" and output.dim() > 1 else output
+
+
+def class_numbers(label: Any) -> Any:
+    """Return labels as integers, if all are whole numbers: losses of logits take floats, metrics of classes do not."""
+    if isinstance(label, torch.Tensor) and label.is_floating_point() and bool((label == label.round()).all()):
+        return label.long()
+    return label
+
+
+def check_states(name: str, metric: Any) -> None:
+    """Raise `InvalidSettingsError` for a metric whose own states do not tell its value."""
+    nested = [each for each in metric.modules() if each is not metric] if hasattr(metric, "modules") else []
+    inner = next((each for each in nested if hasattr(each, "_reductions")), None)
+    if inner is not None:
+        raise InvalidSettingsError(
+            f"the metric {name} is a {type(metric).__name__} around a {type(inner).__name__}, whose states cannot be "
+            f"added up over workers; give the {type(inner).__name__} itself"
+        )
+    if not metric._reductions:
+        raise InvalidSettingsError(
+            f"the metric {name} ({type(metric).__name__}) has no states to add up over workers; declare them with "
+            "add_state, or give a function of (output, label)"
+        )
+
+
 def _move(metric: Any, output: Any) -> None:
     """Move a metric to the device of the outputs; to the CPU without outputs."""
     device = output.device if isinstance(output, torch.Tensor) else torch.device("cpu")
@@ -126,6 +178,79 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
     return reduction(stacked) if reduction is not None else stacked
 
 
+class LoggedColumns:
+    """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
+
+    A value of the validation that has the name of one of the training gets the prefix "val_".
+
+    Attributes:
+        names: the columns.
+        width: the length of their part of the vector of sums: for each its weight, and its sum or its states.
+        gathers: states of a metric must be gathered from all workers.
+    """
+
+    def __init__(self, logged: Mapping[LoggedName, Any]) -> None:
+        self._metrics: dict[LoggedName, _Torchmetric | None] = {}
+        self._columns: dict[LoggedName, str] = {}
+        self._unexpected: set[str] = set()
+        for key, metric in logged.items():
+            self._columns[key] = (
+                f"val_{key.name}" if key.validation and LoggedName(key.name, False) in logged else key.name
+            )
+            if metric is not None:
+                check_states(key.name, metric)
+            self._metrics[key] = None if metric is None else _Torchmetric(self._columns[key], metric, None)
+        self.names = list(self._columns.values())
+        self.width = sum(1 + _width(metric) for metric in self._metrics.values())
+        self.gathers = any(metric is not None and metric.gathered for metric in self._metrics.values())
+
+    def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[float]:
+        """Return the numbers of a forward pass, and add the states that are gathered to `piece`."""
+        self._warn_of_unexpected(logged)
+        numbers: list[float] = []
+        for key, metric in self._metrics.items():
+            if key not in logged:
+                numbers += [0.0] * (1 + _width(metric))
+                continue
+            value, rows = logged[key]
+            numbers.append(rows)
+            if metric is None:
+                numbers.append(value)
+                continue
+            numbers += metric.numbers(value)
+            if metric.gathered:
+                piece[metric.name] = metric.states(value)
+        return numbers
+
+    def _warn_of_unexpected(self, logged: Mapping[LoggedName, LoggedValue]) -> None:
+        for key in logged.keys() - self._metrics.keys():
+            if key.name not in self._unexpected and key.name not in FACTS:
+                self._unexpected.add(key.name)
+                log.warning(
+                    "self.log(%r) is ignored, because the first batch did not log it: the columns of the history are "
+                    "agreed on before the training. Log it in each step",
+                    key.name,
+                )
+
+    def logs(self, sums: Sums, pieces: Sequence[Piece], live: bool = False) -> dict[str, float]:
+        """Return the columns that have values; `live`: without touching a metric's object."""
+        out: dict[str, float] = {}
+        at = 0
+        for key, metric in self._metrics.items():
+            rows, own = float(sums[at]), sums[at + 1 : at + 1 + _width(metric)]
+            at += 1 + _width(metric)
+            if metric is None and rows:
+                out[self._columns[key]] = float(own[0]) / rows
+            elif metric is not None and rows and not live:
+                found = [piece[metric.name] for piece in pieces if metric.name in piece]
+                out.update(columns_of(metric.name, metric.value(own, rows, found)))
+        return out
+
+
+def _width(metric: _Torchmetric | None) -> int:
+    return 1 if metric is None else metric.width
+
+
 class TorchMetricAccumulator(MetricAccumulator):
     """The sums of a module's training: for each loss its sum and its denominator; the rows; then the metrics.
 
@@ -137,19 +262,23 @@ class TorchMetricAccumulator(MetricAccumulator):
         InvalidSettingsError: a value of `metrics` is neither a function nor a metric.
     """
 
-    def __init__(self, objective: Objective, metrics: Mapping[str, Any]) -> None:
+    def __init__(
+        self, objective: Objective, metrics: Mapping[str, Any], logged: Mapping[LoggedName, Any] | None = None
+    ) -> None:
         self._objective = objective
+        self._logged = LoggedColumns(logged or {})
         self._metrics: list[tuple[_FunctionMetric | _Torchmetric, int | None]] = []
         for name, metric in metrics.items():
             self._add(name, metric, None)
         self.rows_position = 2 * len(objective)
         self.loss_positions = range(0, self.rows_position, 2)
-        self.width = self.rows_position + 1 + sum(metric.width for metric, _ in self._metrics)
-        self.gathers = any(metric.gathered for metric, _ in self._metrics)
+        self._logged_position = self.rows_position + 1 + sum(metric.width for metric, _ in self._metrics)
+        self.width = self._logged_position + self._logged.width
+        self.gathers = self._logged.gathers or any(metric.gathered for metric, _ in self._metrics)
 
     @property
     def names(self) -> list[str]:
-        return [metric.name for metric, _ in self._metrics]
+        return [*(metric.name for metric, _ in self._metrics), *self._logged.names]
 
     @property
     def averaged(self) -> list[str]:
@@ -160,7 +289,8 @@ class TorchMetricAccumulator(MetricAccumulator):
         if isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[0], int):
             which, metric = metric
         if hasattr(metric, "update") and hasattr(metric, "_reductions"):
-            self._metrics.append((_Torchmetric(name, metric), which))
+            check_states(name, metric)
+            self._metrics.append((_Torchmetric(name, metric, self._objective.rule(which)), which))
         elif hasattr(metric, "items") and hasattr(metric, "update") and hasattr(metric, "compute"):  # a collection
             for part, one in metric.items():
                 self._add(f"{name}_{part}", one, which)
@@ -187,6 +317,7 @@ class TorchMetricAccumulator(MetricAccumulator):
                     numbers += metric.update(output, label, rows)
                     if isinstance(metric, _Torchmetric) and metric.gathered:
                         piece[metric.name] = metric.states()
+        numbers += self._logged.measure(result.logged, piece)
         into[: self.width] += torch.tensor(numbers, dtype=torch.float64)
         return piece
 
@@ -198,7 +329,8 @@ class TorchMetricAccumulator(MetricAccumulator):
             value: Any = metric.value(sums[at : at + metric.width], self.rows(sums), own)
             at += metric.width
             out.update(columns_of(metric.name, value))
-        return {f"{prefix}{name}": value for name, value in out.items()}
+        out = {f"{prefix}{name}": value for name, value in out.items()}
+        return {**out, **self._logged.logs(sums[self._logged_position :], pieces)}
 
     def live_logs(self, sums: Sums) -> dict[str, float]:
         out = self._losses(sums)
@@ -207,7 +339,7 @@ class TorchMetricAccumulator(MetricAccumulator):
             if isinstance(metric, _FunctionMetric):
                 out[metric.name] = metric.value(sums[at : at + 1], self.rows(sums), ())
             at += metric.width
-        return out
+        return {**out, **self._logged.logs(sums[self._logged_position :], (), live=True)}
 
     def _losses(self, sums: Sums) -> dict[str, float]:
         end = self.rows_position

@@ -15,6 +15,7 @@ from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
+from spark_elastic.ml.torch.lightning import prediction_call
 from spark_elastic.ml.torch.objective import outputs_of
 
 _WEIGHTS = "weights.pt"
@@ -103,12 +104,12 @@ class TorchPredictor:
     """
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
-        self._module = module
+        self._call = prediction_call(module)
         self._device = device
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
         with torch.inference_mode():
-            returned = self._module(*(_tensor_of(value).to(self._device) for value in inputs.values()))
+            returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
             return [_as_numpy(each) for each in outputs_of(returned)]
 
 

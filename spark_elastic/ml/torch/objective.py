@@ -10,7 +10,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,32 +31,11 @@ from spark_elastic.ml.preparation import (
     ragged_column_error,
     split_evenly,
 )
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPlace, TorchBatch
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
 
 # --- batches --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBatch:
-    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
-
-    Attributes:
-        inputs: the inputs of the model, tensors of shape [rows, ...].
-        labels: the labels, tensors of shape [rows, ...].
-        weights: the sample weights, shape [rows]; None: the dataset has none.
-        rows: the number of rows.
-        tensors: all tensors by name, including those that `transformation_fn` has added.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    labels: tuple[torch.Tensor, ...]
-    weights: torch.Tensor | None
-    rows: int
-    tensors: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.tensors[name]
 
 
 class BatchMaker:
@@ -93,7 +71,8 @@ class BatchMaker:
         if isinstance(value, np.ndarray) and value.dtype != object:
             value = torch.from_numpy(value)
         if isinstance(value, torch.Tensor):
-            return value.to(self._device, non_blocking=True)
+            # Rows are views of records. Models that were written for a DataLoader call view(-1), which needs this.
+            return value.contiguous().to(self._device, non_blocking=True)
         if is_trained_on(name):
             raise ragged_column_error(name, value)
         return value
@@ -138,22 +117,6 @@ def label_dtype(loss: Any) -> str | None:
 # --- losses as sums -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """The outputs and losses of one forward pass.
-
-    Attributes:
-        labels: the labels, in the shapes that were given to the losses.
-        sums: the sum of each loss over the rows: scalars with a graph.
-        counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
-    """
-
-    outputs: tuple[torch.Tensor, ...]
-    labels: tuple[torch.Tensor, ...]
-    sums: list[torch.Tensor]
-    counts: list[float]
-
-
 class LossTerm:
     """One loss of one output and one label, as a sum over rows.
 
@@ -170,9 +133,9 @@ class LossTerm:
             and (loss.weight is not None or loss.ignore_index != -100)
         )
         """The loss divides by the sum of class weights, or by the labels that are not ignored; see `count`."""
-        kind = rule(loss)
-        self.of_classes = kind == "argmax"
-        self.of_numbers = kind is not None and not self.of_classes
+        self.rule = rule(loss)
+        self.of_classes = self.rule == "argmax"
+        self.of_numbers = self.rule is not None and not self.of_classes
         """Labels are numbers, which are given the output's shape. A user's own loss must do this itself."""
         self._loss = loss
         if weighted:
@@ -224,6 +187,7 @@ class Objective:
         loss_weights: Sequence[float] | None = None,
     ) -> None:
         self._train_fn = train_fn
+        self._step = train_fn if isinstance(train_fn, ModelStep) else None
         self.terms: list[LossTerm] = []
         if train_fn is None:
             several = isinstance(loss, Sequence)
@@ -239,19 +203,34 @@ class Objective:
     def __len__(self) -> int:
         return max(1, len(self.terms))
 
+    def rule(self, which: int | None) -> str | None:
+        """Return the rule for predictions from output number `which`, or from the only one; None if unknown."""
+        if which is None:
+            return self.terms[0].rule if len(self.terms) == 1 else None
+        return self.terms[which].rule if 0 <= which < len(self.terms) else None
+
     @property
     def normalised(self) -> bool:
-        return any(term.normalised for term in self.terms)
+        return any(term.normalised for term in self.terms) or (self._step is not None and self._step.normalised)
 
     def counts(self, parts: Sequence[TorchBatch]) -> list[float]:
         """Return what this worker's rows add to the denominators of the normalised losses; 0 for the others."""
+        if self._step is not None:
+            return [sum(map(self._step.count, parts))]
         return [
             sum(term.count(part.labels[at]) for part in parts) if term.normalised else 0.0
             for at, term in enumerate(self.terms)
         ]
 
+    def begin(self, model: torch.nn.Module, place: StepPlace) -> None:
+        """Tell a `ModelStep` where in the training the next calls of `forward` are."""
+        if self._step is not None:
+            self._step.begin(model, place)
+
     def forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         """Run the forward pass and the losses; raise DataError if outputs and losses do not match."""
+        if self._step is not None:
+            return self._step(model, batch)
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
         outputs = outputs_of(model(*batch.inputs))
@@ -286,6 +265,8 @@ class Objective:
         `global_rows` are the rows of the whole batch, and `global_counts` are the `counts` of all workers, added up.
         """
         divisors = [float(global_rows)] * len(self)
+        if self._step is not None and self._step.normalised:
+            divisors[0] = global_counts[0] or 1.0
         for at, term in enumerate(self.terms):
             if term.normalised:
                 divisors[at] = global_counts[at] or 1.0
@@ -295,7 +276,12 @@ class Objective:
         return functools.reduce(torch.add, [value * (weight / divisor) for value, weight, divisor in parts])
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ..."""
+        """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ...
+
+        There is none if a `ModelStep` computed no loss.
+        """
+        if self._step is not None and not any(counts):
+            return {}
         each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
         total = sum(weight * value for weight, value in zip(self.weights, each, strict=True))
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}

@@ -11,6 +11,7 @@ import torch
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.torch.model_step import LoggedName
 from spark_elastic.ml.training.spec import Training
 
 MODEL_FILE = "model.pt"
@@ -38,6 +39,7 @@ class TorchTraining(Training):
         scheduler_interval: "epoch" or "step": when the scheduler steps. ReduceLROnPlateau steps every epoch.
         scheduler_monitor: the column of the history that ReduceLROnPlateau follows.
         callbacks: callbacks, which run in every worker in this order.
+        logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
         device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
 
@@ -51,6 +53,7 @@ class TorchTraining(Training):
     scheduler_interval: str = "epoch"
     scheduler_monitor: str | None = None
     callbacks: Sequence[Callback] = ()
+    logged: Mapping[LoggedName, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)  # super() does not work in a dataclass with slots

@@ -10,10 +10,11 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
 
 from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
@@ -41,11 +42,15 @@ class DryRunResult:
         outputs: The model's outputs in `transform`; empty if it has none there.
         rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         why_not: Why the model cannot be called in `transform`; "" if it can.
+        settings: Settings of the training that only a step shows, such as the names of values that the model logs.
+        of_classes: True if the first label is one integer a row and the first output several values, one for a class.
     """
 
     outputs: tuple[OutputShape, ...]
     rule: str | None = None
     why_not: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    of_classes: bool = False
 
 
 class UserCodeContext:
@@ -132,6 +137,17 @@ def check_metric_names(metrics: Iterable[str]) -> None:
             )
 
 
+def warn_of_no_prediction(result: DryRunResult) -> None:
+    """Warn that `transform` will make no prediction although the labels are classes, if the loss has no rule for it."""
+    if result.rule is None and result.of_classes:
+        log.warning(
+            "transform will add no column with a prediction, because the loss does not say how to make one of %d "
+            "values a row. Set prediction='argmax' for the class with the largest value (of probabilities: "
+            "'argmax_probability'), or prediction_col='' if none is needed",
+            result.outputs[0].shape[0],
+        )
+
+
 def warn_of_averaged_metrics(metrics: Sequence[str], alternative: str) -> None:
     """Warn of metrics that return one number for all rows they are given, because these numbers are averaged.
 
@@ -167,13 +183,19 @@ def warn_of_local_batch_statistics(layers: Sequence[str], method: str, alternati
         )
 
 
-def check_monitors(training: Training, callbacks: Sequence[Callback], logs: Mapping[str, float]) -> dict[str, float]:
+def check_monitors(
+    training: Training,
+    callbacks: Sequence[Callback],
+    logs: Mapping[str, float],
+    val_logs: Mapping[str, float] | None = None,
+) -> dict[str, float]:
     """Check that every monitored column will be in the history.
 
     Args:
         training: the training; its plan for checkpoints may monitor a column too.
         callbacks: the callbacks of the training.
         logs: losses and metrics of a training step, by name.
+        val_logs: those of a validation step; None: the same as of a training step, with the prefix "val_".
 
     Returns:
         A row of the history with all its columns.
@@ -183,7 +205,7 @@ def check_monitors(training: Training, callbacks: Sequence[Callback], logs: Mapp
     """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
     if training.validates:
-        row |= {f"val_{name}": value for name, value in logs.items()}
+        row |= {f"val_{name}": value for name, value in logs.items()} if val_logs is None else dict(val_logs)
     for callback in (*callbacks, *training.plan_callbacks()):
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, Monitor):
@@ -238,4 +260,7 @@ def try_transform(
         log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
         return DryRunResult((), why_not=why)
     shapes = tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs)
-    return DryRunResult(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)
+    label, shape = batch.tensors.get("label_0"), shapes[0].shape
+    of_classes = isinstance(label, np.ndarray) and label.dtype.kind in "iu" and label.ndim == 1 and len(shape) == 1
+    known = rule if rule is not None and suits(rule, shape) else None
+    return DryRunResult(shapes, known, of_classes=of_classes and shape != (1,))

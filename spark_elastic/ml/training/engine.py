@@ -141,8 +141,8 @@ class Engine(ABC):
             HorovodInternalError: A collective failed.
         """
 
-    def begin_validation(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
-        """Put the model into evaluation mode."""
+    def begin_validation(self, at: Progress) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
+        """Put the model into evaluation mode, after the training of an epoch."""
 
     @abstractmethod
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import threading
@@ -113,9 +114,12 @@ class Reporter:
 
     @classmethod
     def of(cls, run: RunView) -> Reporter | None:
-        """Return the reporter of a training; None if it is silent, or no driver is connected."""
+        """Return the reporter of a training; None if no driver is connected.
+
+        A silent training reports too: its status page shows what is not printed.
+        """
         link = worker_link.current()
-        return cls(run, link) if run.training.verbose and link is not None else None
+        return None if link is None else cls(run, link)
 
     def begin(self) -> None:
         self._reported_epochs = len(self._run.history)
@@ -145,7 +149,7 @@ class Reporter:
         training = self._run.training
         while self._reported_epochs < len(at.history):
             row = at.history[self._reported_epochs]
-            ended = EpochEnded(row["epoch"], training.epochs, float(row["seconds"]), loss_and_metrics(row))
+            ended = EpochEnded(int(row["epoch"]), training.epochs, float(row["seconds"]), loss_and_metrics(row))
             if not self._link.show(ended):
                 return
             self._reported_epochs += 1
@@ -158,6 +162,58 @@ class Reporter:
         values = self._run.engine.metrics.live_logs(at.sums) if at.sums.size else {}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
         self._link.show(LiveProgress(at.epoch, training.epochs, at.phase.value, min(rows, total), total, shown))
+
+
+class EpochRows:
+    """Hands the rows of finished epochs to the callbacks on the driver, and asks for their decision. Rank 0 does.
+
+    A row may be sent more than once, and is sent again by a worker that becomes rank 0; the driver counts it once.
+    """
+
+    def __init__(self, run: RunView, link: WorkerLink, wait_s: float) -> None:
+        self._run = run
+        self._link = link
+        self._wait_s = wait_s
+        self._sent = 0
+        """Rows of the history that were sent, or were there before this worker began."""
+
+    @classmethod
+    def of(cls, run: RunView) -> EpochRows | None:
+        """Return None if there are no callbacks on the driver, or there is no driver."""
+        link, wait_s = worker_link.current(), run.training.driver_decides_s
+        return None if link is None or wait_s is None else cls(run, link, wait_s)
+
+    def begin(self) -> None:
+        self._sent = len(self._run.history)
+
+    def enter(self) -> None:
+        """Send what an earlier rank 0 may have died with. Called in each new world."""
+        history = self._run.history
+        if self._run.rank == 0:
+            for row in history[self._sent :]:
+                self._link.report_epoch(int(row["epoch"]), _as_json(row))
+            self._sent = len(history)
+
+    def ended(self, row: Row) -> str:
+        """Send the row of the epoch that ends. Returns the reason to end the training after it, or "".
+
+        Raises:
+            HorovodInternalError: The world was broken meanwhile.
+        """
+        if self._run.rank != 0:
+            return ""
+        epoch = int(row["epoch"])
+        self._sent = epoch + 1
+        if not self._wait_s:
+            self._link.report_epoch(epoch, _as_json(row))
+            return ""
+        # The other workers wait in a collective meanwhile, and must not be taken for stuck.
+        longest_s = min(self._wait_s, self._link.stall_timeout_s / 2 or self._wait_s)
+        return self._link.ask_after_epoch(epoch, _as_json(row), longest_s)
+
+
+def _as_json(row: Row) -> bytes:
+    return json.dumps(dict(row)).encode()
 
 
 def notify(text: str) -> None:

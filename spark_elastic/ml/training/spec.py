@@ -73,6 +73,8 @@ class Training:
         checkpoints: None: only checkpoints that callbacks request are written.
         resume_from: Name of the checkpoint to resume from, as `Checkpoints.latest` returns it.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
+        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they are told of the
+            epochs, and not waited for; None: there are none.
         input_shapes: Shape of one row of each input; None: as stored.
         label_shapes: Shape of one row of each label; None: as stored.
     """
@@ -102,6 +104,7 @@ class Training:
     cache_dir: str | None = None
     cache_bytes: int | None = None
     allow_nan_loss: bool = False
+    driver_decides_s: float | None = None
     verbose: int = 1
 
     def __post_init__(self) -> None:
@@ -158,6 +161,9 @@ def _no_sums() -> Sums:
 def add_sums(sums: Sums, more: Sums) -> Sums:
     """Return the sum as a new vector; an empty `sums` counts as zeros."""
     return sums + more if sums.size else more.copy()
+
+
+STOPPED_ELSEWHERE = "a callback of another worker requested the end of the training"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

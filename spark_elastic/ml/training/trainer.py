@@ -27,10 +27,11 @@ from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import Engine, TrainingState, gather_pieces, host_cores, threads_for
-from spark_elastic.ml.training.reporting import Reporter, RunView, loss_and_metrics, notify
+from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
     HISTORY_FILE,
+    STOPPED_ELSEWHERE,
     Diverged,
     Progress,
     Training,
@@ -47,7 +48,6 @@ VALIDATION_TURN_BATCHES = 16
 POLL_S = 0.5
 """Wait for this worker's files between two reductions at the end. Saving may take minutes, and the reductions show the
 other workers meanwhile that this one is not stuck."""
-STOPPED_ELSEWHERE = "a callback of another worker requested the end of the training"
 
 
 class Trainer:
@@ -57,6 +57,7 @@ class Trainer:
         state: The elastic state; `state.at` is the progress of the training, with the next phase.
         view: The training as callbacks and the reporter see it.
         reporter: Sends the progress to the driver; None if the training is silent, or has no driver.
+        epoch_rows: Sends epochs to the callbacks on the driver; None if there are none.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
         self.reporter = Reporter.of(self.view)
+        self.epoch_rows = EpochRows.of(self.view)
         self._checkpoints = checkpoints
         self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
@@ -110,6 +112,8 @@ class Trainer:
         """
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
+        if self._begun and self.epoch_rows is not None:
+            self.epoch_rows.enter()
         at = self.state.at
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
@@ -123,6 +127,8 @@ class Trainer:
             self._checkpoints.begin()
             if self.reporter is not None:
                 self.reporter.begin()
+            if self.epoch_rows is not None:
+                self.epoch_rows.begin()
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
         while (phase := self.state.at.phase) is not TrainingPhase.DONE:
@@ -244,7 +250,7 @@ class Trainer:
             self.engine.share_buffers()
             for callback in self.callbacks:
                 callback.on_validation_begin(self.view)
-        self.engine.begin_validation()
+        self.engine.begin_validation(state.at)
         reader = self._reader("validation")
         batches = reader.epoch(0, state.at.val_position, batch_size=self._batch_size)
         with closing(self.engine.feed(batches)) as fed:
@@ -290,6 +296,8 @@ class Trainer:
                 callback.on_validation_end(view, val_logs)
             callback.on_epoch_end(view, row)
         engine.after_callbacks()
+        if self.epoch_rows is not None and (reason := self.epoch_rows.ended(row)):
+            view.stop(reason)
         # No worker continues before the callbacks of all have run, and all continue or stop alike.
         stop = allreduce_(torch.tensor([float(bool(view.stop_reason))]), op=Max)
         stopped = at.stopped

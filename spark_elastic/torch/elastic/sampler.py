@@ -12,6 +12,7 @@ import torch.utils.data
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder, Indices, needs_padding, rows_done, share
 from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.errors import InvalidSettingsError
 
 _CHUNK = 8192
 """Rows whose positions in the order are computed at a time."""
@@ -85,8 +86,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._done = 0
         self._redistribute()
 
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed one more batch, which has `batch_size` rows on this rank."""
+    def record_batch(self, batch_idx: int, batch_size: int | None) -> None:
+        """Record that all ranks have processed one more batch, which has `batch_size` rows on this rank.
+
+        Raises:
+            InvalidSettingsError: `batch_size` is None, as `loader.batch_size` is of a loader with a batch sampler.
+        """
+        if batch_size is None:
+            raise InvalidSettingsError(
+                "batch_size is None: a DataLoader with a batch_sampler has no batch_size; give the rows of this batch, "
+                "or record their indices with record_indices"
+            )
         self._record(batch_size)
 
     def record_indices(self, indices: Sequence[int]) -> None:

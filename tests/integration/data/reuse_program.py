@@ -37,7 +37,7 @@ def queries(spark: Any, folder: str) -> dict[str, Any]:
         "session: tried addition": table.selectExpr("coalesce(try_add(x, 1), 0) AS x"),
         "session: addition": table.selectExpr("coalesce(x + 1, 0) AS x").limit(100),
         "session: tried cast": table.select(F.coalesce(text.try_cast("int"), F.lit(0)).alias("x"))
-        if hasattr(text, "try_cast")
+        if hasattr(type(text), "try_cast")  # a Column has every attribute
         else table.selectExpr("coalesce(try_cast(cast(x as string) as int), 0) AS x"),
         "few values": table.where(F.col("x").isin([1, 2, 3])),
         "session: many values": csv.csv(f"{folder}/csv").where(F.col("text").isin([*letters, "a, b"])),

@@ -54,7 +54,12 @@ def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
         ("x array<int>", [[1], [3, 4]], {"pad_to": {"x": 1}}, r"arrays of 2 .*expected arrays of 1 at most \(pad_to\)"),
         ("x array<int>", [[], []], {}, "arrays of 0 .*expected at least one value"),
         ("x array<array<int>>", [[[1], [2]], [[3], [4, 5]]], {}, "1 of 2 .* inner arrays of 2 .*inner arrays of 1"),
-        ("x binary", [b"abc", b"ab"], {}, "values of 2 .*expected values of 3 as in the first row.*variable="),
+        (
+            "x binary",
+            [b"abc", b"ab"],
+            {},
+            "byte strings of 2 .*expected byte strings of 3 as in the first row.*variable=",
+        ),
         ("x array<int>", [[1, 2, 3]], {"shapes": {"x": (2, 2)}}, r"3 values .*expected 4 for a shape of \[2, 2\]"),
         ("x int", [1, 300], {"dtypes": {"x": "int8"}}, "1 of 2 .* numbers such as 300 .*expected what int8 can hold"),
         (

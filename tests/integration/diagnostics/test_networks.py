@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.diagnostics import between_machines
+from spark_elastic.diagnostics.clusters import ClassicCluster
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING
 from spark_elastic.diagnostics.probe_server import ProbeServer
 from spark_elastic.wire.framing import new_key
+from spark_elastic.wire.ports import ANY, Ports, ephemeral_ports
 from tests.integration.network import _IP, Network, why_unavailable
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -29,6 +31,7 @@ report["host"] = report["hostname"] = order["host"]  # the hosts are one machine
 probe.serve(order, report)
 """
 UNREACHABLE = "198.51.100.7"
+AGENT_PORTS = Ports(42200, 42215)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,7 @@ def probes(hosts):
         for number, address in enumerate(addresses):
             ways = [[way, server.port] for way in (first_address, made.gateway) if way is not None]
             order = {"number": number, "host": address, "addresses": ways, "seconds": 60, "connect_s": 1.0}
+            order["agent_ports"] = AGENT_PORTS
             order["key"] = base64.b64encode(key).decode()
             words = [*made.command_on(address), sys.executable, "-c", PROBE, json.dumps(order)]
             running.append(subprocess.Popen(words, cwd=ROOT))
@@ -75,6 +79,10 @@ def test_filtered_interface_is_named_with_the_one_that_works(probes):
     assert [finding.level for finding in findings] == [WARNING]
     works = both[1].report["host"]
     assert f"({works}), but not on private0 ({UNREACHABLE})" in findings[0].says
+    ports = between_machines.judge_ports([probe.report for probe in both], ANY, AGENT_PORTS)
+    between = f"executors ↔ executors: ports {ephemeral_ports()} (Gloo) and 42200-42215 (agents)"
+    assert (ports.level, ports.says) == (OK, f"executors → driver: any port; {between}")
+    assert all(AGENT_PORTS.first <= probe.report["agent_port"] <= AGENT_PORTS.last for probe in both)
 
 
 def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, hosts):
@@ -87,8 +95,10 @@ def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, 
         subprocess.run([*words, "dev", inner], check=True)
     try:
         findings = between_machines.check_executors(server, both, 1.0)
-        assert [finding.level for finding in findings] == [PROBLEM, PROBLEM]
-        assert all("on no interface" in finding.says for finding in findings)
+        assert [finding.level for finding in findings] == [PROBLEM, PROBLEM, WARNING]
+        assert all("on no interface" in finding.says for finding in findings[:2])
+        assert all(f"open TCP ports {ephemeral_ports()}" in finding.fix for finding in findings[:2])
+        assert "agent_ports (and 1 more pair)" in findings[2].says
         assert between_machines.check_from_driver(both, False, 1.0).level == OK
     finally:
         for mine, other in ((both[0], both[1]), (both[1], both[0])):
@@ -99,5 +109,5 @@ def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, 
 def test_working_driver_address_is_suggested_in_place_of_a_filtered_one(probes, hosts):
     made, _ = hosts
     _, both = probes(first_address="198.51.100.1")
-    (found,) = between_machines.judge_executors_to_driver([probe.report for probe in both])
+    (found,) = between_machines.judge_executors_to_driver([probe.report for probe in both], ClassicCluster)
     assert (found.level, found.fix) == (PROBLEM, f"set spark.driver.host={made.gateway}")

@@ -54,7 +54,7 @@ def test_an_agent_that_nobody_reaches_is_sent_away_and_the_job_goes_on(start_job
         loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, launcher=Launcher(run_agent), verbose=0
     )
     wait_until(lambda: job.status().size == 2, WAIT_S, "the slot gets a usable agent")
-    assert ["has no interface with an IPv4 address" in end.cause.detail for end in told] == [True, True]
+    assert ["has no interface that is up and has an IPv4 address" in end.cause.detail for end in told] == [True, True]
     job.cancel()
 
 
@@ -66,7 +66,7 @@ def test_if_nobody_can_be_reached_the_job_fails_with_that(start_job, tmp_path):
         min_num_proc=1,
         launcher=Launcher(lambda real, agents, slot: without_interface(agents, slot)),
     )
-    with pytest.raises(UnknownInterfaceError, match="has no interface with an IPv4 address"):
+    with pytest.raises(UnknownInterfaceError, match="has no interface that is up and has an IPv4 address"):
         job.result(WAIT_S)
 
 

@@ -20,7 +20,8 @@ LIMIT_S = 150
 BAR = re.compile(r"epoch \d+/\d+\s+\d+% \|")
 WHOLE = re.compile(
     r"|=== .*|spark_elastic: .*|\[(\d|slot \d+)\]<std(out|err)>:.*|"
-    r"epoch \d+/\d+  loss [\d.]+  accuracy [\d.]+  [\d.]+ s"
+    r"epoch \d+/\d+  loss [\d.]+  accuracy [\d.]+  [\d.]+ s|"
+    r"    \S.*"  # the rest of a line of more than 80 columns
 )
 """Lines that may stand on the screen in the end, each of them whole."""
 
@@ -86,7 +87,8 @@ def test_without_a_terminal_there_are_few_plain_lines_and_with_verbose_0_none():
     job = [line for line in rest.splitlines() if "worker says" not in line]
     assert torn("\n".join(job)) == []
     assert [line.partition("  ")[0] for line in job if line.startswith("epoch")] == [f"epoch {n}/3" for n in (1, 2, 3)]
-    assert len(job) <= 10, job
+    assert len(job) <= 12, job
+    assert max(map(len, job)) <= 80
 
 
 def test_the_tests_own_terminal_knows_what_is_overwritten():

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from spark_elastic import run_async
-from spark_elastic.jobs import run
+from spark_elastic.jobs import start
 from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
@@ -40,7 +40,7 @@ def nothing_imported_ahead():
     """Workers of jobs that are started meanwhile import nothing before they are asked to. Otherwise that is torch,
     which takes seconds of the processor in each worker, and functions that are no training need none of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "modules_of", lambda function: ())
+        patch.setattr(start, "modules_of", lambda function: ())
         yield
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from spark_elastic import run
 from spark_elastic.errors import (
+    ExecutorPythonError,
     InvalidSettingsError,
     JobCancelledError,
     NotEnoughSlotsError,
     NotPicklableError,
     ResultError,
-    SparkElasticError,
     UnknownInterfaceError,
     UserFunctionError,
 )
@@ -89,9 +89,8 @@ def test_a_network_interface_that_does_not_exist(jobs):
 
 def test_a_python_that_does_not_exist_is_named(jobs, monkeypatch):
     monkeypatch.setattr(jobs.cluster.sc, "pythonExec", "/no/such/python")
-    job = jobs.start(abs, (-1,), num_proc=2, start_timeout=30)
-    with pytest.raises(SparkElasticError, match="/no/such/python"):
-        job.result(60)
+    with pytest.raises(ExecutorPythonError, match="/no/such/python"):
+        jobs.start(abs, (-1,), num_proc=2, start_timeout=30)
 
 
 def test_a_result_that_spark_will_not_carry_is_an_error_that_names_its_setting(jobs):

@@ -50,7 +50,8 @@ def test_more_workers_than_there_can_ever_be_slots_are_refused_at_once(jobs):
 def test_a_job_that_can_do_with_the_slots_there_are_starts_with_them(jobs, capsys):
     assert jobs.start(len, ("four",), num_proc=8, min_num_proc=2, verbose=1).result(120) == [4] * 4
     said = capsys.readouterr().err
-    assert "starting with 4 workers instead of num_proc=8: master local[4] has no more slots" in said
+    assert "starting with 4 workers instead of num_proc=8: master local[4] has no more slots" in " ".join(said.split())
+    assert "spark_elastic: status page: http://127.0.0.1:" in said
 
 
 def test_a_training_outlives_every_one_of_its_processes(jobs):

@@ -205,7 +205,7 @@ def test_probe_reports_the_driver_as_executor(cluster):
     assert [(r.executor, r.host, r.cores, r.accelerators) for r in probe.reports] == [
         ("driver", "127.0.0.1", 1, ())
     ] * 4
-    assert probe.reports[0].addresses["lo"] == "127.0.0.1"
+    assert probe.reports[0].addresses["lo"][0] == "127.0.0.1"
 
 
 class MayGrow(SparkHostDiscovery):

@@ -56,6 +56,11 @@ def test_every_setting_reaches_run_under_its_own_name():
     }
 
 
+@pytest.mark.parametrize(("word", "value"), [("0", 0), ("4050", 4050), ("auto", "auto"), ("off", None)])
+def test_the_status_page_has_a_port_or_is_off(word, value):
+    assert run_arguments(parse(f"--status-port {word} train.py"))["status_port"] == value
+
+
 def test_a_cooldown_range_of_zeros_means_none():
     assert run_arguments(parse("--cooldown-range 0 0 train.py"))["cooldown_range"] is None
 

@@ -4,6 +4,7 @@ import pytest
 
 from spark_elastic.diagnostics import between_machines, findings
 from spark_elastic.diagnostics.between_machines import Attempt
+from spark_elastic.diagnostics.clusters import ClassicCluster, ConnectCluster
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
 from spark_elastic.driver.spark.cluster import SlotCount
 
@@ -135,8 +136,33 @@ def test_gpu_shared_by_two_tasks_is_a_warning():
 
 def test_unreachable_driver_address_is_reported_with_one_that_works():
     attempts = [{"to": "172.17.0.1:4000", "error": "TimeoutError: timed out"}, {"to": "10.0.0.1:4000", "ms": 2.0}]
-    (found,) = between_machines.judge_executors_to_driver([probe_report(attempts=attempts)])
+    (found,) = between_machines.judge_executors_to_driver([probe_report(attempts=attempts)], ClassicCluster)
     assert (found.level, found.fix) == (PROBLEM, "set spark.driver.host=10.0.0.1")
+
+
+def test_on_spark_connect_any_address_that_executors_reach_will_do():
+    attempts = [{"to": "10.0.0.1:7", "error": "timed out"}, {"to": "10.0.1.1:7", "ms": 1.0}]
+    (found,) = between_machines.judge_executors_to_driver([probe_report(attempts=attempts)], ConnectCluster)
+    assert found.level == OK
+    assert "10.0.1.1:7" in found.says
+    unreached = [{**attempt, "error": "timed out"} for attempt in attempts]
+    for attempt in unreached:
+        attempt.pop("ms", None)
+    (found,) = between_machines.judge_executors_to_driver([probe_report(attempts=unreached)], ConnectCluster)
+    assert found.level == PROBLEM
+    assert "nor at 10.0.1.1:7" in found.says
+    assert "driver_host=" in found.fix
+
+
+def test_slots_behind_spark_connect_are_compared_without_knowing_which_are_busy():
+    def judge(now, **changes):
+        return findings.judge_slots_on_connect(now, 3, **{"dynamic": False, "task_cpus": "1", **changes})
+
+    assert judge(3).level == OK
+    assert judge(2).level == PROBLEM
+    assert "lower num_proc to 2" in judge(2).fix
+    assert judge(2, dynamic=True).level == OK
+    assert judge(None).level == WARNING
 
 
 def test_unconnected_pair_is_a_problem_and_a_filtered_interface_a_warning():
@@ -145,11 +171,11 @@ def test_unconnected_pair_is_a_problem_and_a_filtered_interface_a_warning():
         Attempt("A", "B", "docker0", "172.17.0.1", error="another machine answers there"),
         Attempt("B", "A", "eth0", "10.0.0.2", error="timed out"),
     ]
-    found = between_machines.judge_between_executors(attempts)
+    found = between_machines.judge_between_executors(attempts, "32768-60999")
     assert [finding.level for finding in found] == [PROBLEM, WARNING]
     assert "eth0 (10.0.0.2): timed out" in found[0].says
     assert "reached on eth0 (10.0.0.3), but not on docker0" in found[1].says
-    assert [f.level for f in between_machines.judge_between_executors(attempts[:1])] == [OK]
+    assert [f.level for f in between_machines.judge_between_executors(attempts[:1], "32768-60999")] == [OK]
 
 
 def test_clock_skew_counts_only_beyond_the_error_of_its_measurement():
@@ -169,7 +195,8 @@ def test_file_invisible_to_others_is_a_problem():
 
 def test_unopened_memory_is_a_warning_only_where_it_is_supported():
     assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux x86_64"}).level == WARNING
-    assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == OK
+    assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == WARNING
+    assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux s390x"}).level == OK
 
 
 def test_report_is_ok_without_problems_and_has_all_its_forms():

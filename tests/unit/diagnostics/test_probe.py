@@ -54,7 +54,7 @@ def test_client_without_the_key_is_refused():
 
 def test_server_refuses_a_client_without_the_key():
     one, other = socket.socketpair()
-    other.sendall(b"SPEL1" + bytes(64))  # a greeting and a wrong proof
+    other.sendall(b"SPEL2" + bytes(64))  # a greeting and a wrong proof
     with pytest.raises(AuthenticationError, match="does not hold this job's key"):
         JsonConnection(one, KEY, server=True, timeout_s=5)
 

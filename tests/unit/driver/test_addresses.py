@@ -1,13 +1,14 @@
 import pytest
 
 from spark_elastic.driver.addresses import AddressBook, check_interfaces
-from spark_elastic.errors import UnknownInterfaceError
+from spark_elastic.errors import PortsTakenError, UnknownInterfaceError
 from spark_elastic.membership.topology import Place
 from spark_elastic.wire.messages import AgentHello
 
 
-def hello(host, slot=0, port=9, **addresses):
-    return AgentHello(Place(host, f"e{slot}", slot), 1, 1, addresses, port, 1, (), "3.11")
+def hello(host, slot=0, port=9, ports_taken="", **addresses):
+    addresses = {name: (of,) if isinstance(of, str) else of for name, of in addresses.items()}
+    return AgentHello(Place(host, f"e{slot}", slot), 1, 1, addresses, port, ports_taken, 1, (), "3.11")
 
 
 def test_the_address_of_the_channel_comes_first():
@@ -64,6 +65,48 @@ def test_a_host_without_the_interface_is_named_with_what_it_has():
         book.joined(1, hello("a", eth0="10.0.0.1"), "10.0.0.1")
 
 
-def test_a_host_without_an_ipv4_address_is_told_so():
-    with pytest.raises(UnknownInterfaceError, match="host b has no interface with an IPv4 address"):
+def test_a_host_without_an_address_is_told_so():
+    with pytest.raises(UnknownInterfaceError, match="host b has no interface that is up and has an IPv4 address"):
         check_interfaces("b", {}, None)
+
+
+def test_ipv6_targets_have_brackets_and_are_recognised_in_the_answer():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0="fd00::1", eth1="fd01::1"), "fd00::1")
+    book.joined(2, hello("b", eth0="fd00::2"), "fd00::2")
+    assert dict(book.probes_for(2)) == {2: ("[fd00::1]:9", "[fd01::1]:9"), 1: ("[fd00::2]:9",)}
+    book.answered(2, ["[fd01::1]:9"])
+    book.answered(1, ["[fd00::2]:9"])
+    assert book.choose([1, 2]) == {1: "fd01::1", 2: "fd00::2"}
+
+
+def test_all_members_of_a_world_get_addresses_of_one_protocol_if_they_can():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0=("10.0.0.1", "fd00::1"), lo=("127.0.0.1", "::1")), "10.0.0.1")
+    book.joined(2, hello("b", eth0=("10.0.0.2", "fd00::2"), lo=("127.0.0.1", "::1")), "fd00::2")
+    assert book.choose([1, 2]) == {1: "10.0.0.1", 2: "10.0.0.2"}
+    book.joined(3, hello("c", eth0="fd00::3", lo=("127.0.0.1", "::1")), "fd00::3")
+    assert book.choose([1, 2, 3]) == {1: "fd00::1", 2: "fd00::2", 3: "fd00::3"}
+
+
+def test_protocol_that_does_not_get_through_is_avoided():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0=("10.0.0.1", "fd00::1")), "10.0.0.1")
+    book.joined(2, hello("b", eth0=("10.0.0.2", "fd00::2")), "10.0.0.2")
+    book.probes_for(2)
+    book.answered(2, ["[fd00::1]:9"])
+    book.answered(1, ["[fd00::2]:9"])
+    assert book.choose([1, 2]) == {1: "fd00::1", 2: "fd00::2"}
+
+
+def test_agent_without_a_free_port_is_refused_with_the_numbers():
+    with pytest.raises(PortsTakenError, match="all 2 ports"):
+        AddressBook().joined(1, hello("a", eth0="10.0.0.1", ports_taken="all 2 ports of agent_ports are taken"), "")
+
+
+def test_addresses_that_both_hosts_have_are_not_probed():
+    book = AddressBook()
+    shared = {"lo": ("127.0.0.1", "::1"), "docker0": "172.17.0.1"}
+    book.joined(1, hello("a", eth0="10.0.0.1", **shared), "10.0.0.1")
+    book.joined(2, hello("b", eth0="10.0.0.2", **shared), "10.0.0.2")
+    assert dict(book.probes_for(2)) == {2: ("10.0.0.1:9",), 1: ("10.0.0.2:9",)}

@@ -14,7 +14,7 @@ from spark_elastic.wire.framing import MAGIC, new_key
 LIMIT = 64
 WAIT_S = 60.0
 PLACE = Place("127.0.0.1", "1", 0)
-HELLO = wire.AgentHello(PLACE, 1, 1, {"lo": "127.0.0.1"}, 0, 1, (), "3.11")
+HELLO = wire.AgentHello(PLACE, 1, 1, {"lo": ("127.0.0.1",)}, 0, "", 1, (), "3.11")
 
 
 class Recorder:

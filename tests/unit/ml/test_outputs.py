@@ -10,7 +10,15 @@ import pytest
 from pyspark.sql.pandas.types import to_arrow_type
 
 from spark_elastic.errors import DataError
-from spark_elastic.ml.serving import AddedColumn, OutputShape, arrow_array, prediction, probability, spark_type
+from spark_elastic.ml.serving import (
+    AddedColumn,
+    OutputShape,
+    arrow_array,
+    prediction,
+    probability,
+    raw_prediction,
+    spark_type,
+)
 
 
 def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:
@@ -37,6 +45,22 @@ def test_probabilities_add_up_to_one_also_for_huge_logits() -> None:
     binary = probability(np.array([[-1e4], [0], [1e4]], "f4"), "binary_logit")
     assert binary.tolist() == [[1, 0], [0.5, 0.5], [0, 1]]
     assert probability(np.array([0.25]), "binary_probability").tolist() == [[0.75, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "output", "expected"),
+    [
+        ("argmax", [[3.0, -1.0]], [[3.0, -1.0]]),
+        ("argmax_probability", [[0.75, 0.25]], [[0.75, 0.25]]),
+        ("binary_logit", [[2.0], [-0.5]], [[-2.0, 2.0], [0.5, -0.5]]),
+        ("binary_logit", [2.0, -0.5], [[-2.0, 2.0], [0.5, -0.5]]),
+        ("binary_probability", [0.25], [[0.75, 0.25]]),
+    ],
+)
+def test_raw_prediction_is_a_score_for_each_class(rule: str, output: Any, expected: Any) -> None:
+    made = raw_prediction(np.array(output, "f4"), rule)
+    assert made.dtype == np.float64
+    assert made.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "|i1", "<i4", "<i8", "|u1", "|b1"])

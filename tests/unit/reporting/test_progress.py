@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_elastic.membership.reasons import Wait, WaitKind
-from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind
+from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel, epoch_line, wrapped
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 
@@ -53,8 +53,9 @@ def test_wait_replaces_the_bar_and_counts_down():
     assert (view.title, view.waiting, view.left_s) == (
         "epoch 1/3",
         "waiting for 1 of 2 workers, keeping the state",
-        58.0,
+        None,
     )
+    assert progress.view(18.0).left_s == 45.0  # a quarter of the timeout has passed
     progress.world(2, 6.0)
     assert progress.view(6.0).waiting == ""
 
@@ -64,8 +65,10 @@ def test_wait_ends_with_what_is_known_of_the_cluster():
     progress.describe_cluster = lambda: "2 tasks pending, cluster has 2 slots free"
     progress.wait(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600), 600.0, 0.0)
     progress.look_at_cluster(1.5)
-    assert progress.line(2.0, bar=False) == (
-        "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 598 s left"
+    assert progress.line(2.0, bar=False) == ("waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free")
+    progress.look_at_cluster(200.0)
+    assert progress.line(200.0, bar=False) == (
+        "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 400 s left"
     )
 
 
@@ -98,3 +101,43 @@ def test_users_own_loop_is_shown_by_its_steps():
 
 def test_before_anything_is_known_there_is_no_bar():
     assert ProgressModel().view(0.0) is None
+
+
+def test_healthy_start_is_a_line_at_once_without_a_timeout():
+    progress = ProgressModel()
+    progress.imports = "TensorFlow"
+    progress.wait(Wait(WaitKind.MINIMUM, have=0, want=2, need=1, left_s=600), 600.0, 0.0)
+    assert progress.line(0.0, bar=False) == "starting 2 workers (each imports TensorFlow, usually 5-20 s)"
+    assert progress.line(29.0, bar=False) is None
+    assert progress.line(30.0, bar=False) == "waiting for 2 of 2 workers (1 would do)"
+    assert progress.view(150.0).left_s == 450.0
+
+
+def test_the_timeout_of_a_start_counts_from_its_begin_though_workers_come_meanwhile():
+    progress = ProgressModel()
+    progress.wait(Wait(WaitKind.MINIMUM, have=0, want=3, need=3, left_s=100), 100.0, 0.0)
+    progress.wait(Wait(WaitKind.MINIMUM, have=1, want=3, need=3, left_s=80), 100.0, 20.0)
+    assert progress.view(24.0).left_s is None
+    assert progress.view(26.0).left_s == 74.0
+
+
+def test_start_that_failed_says_why_instead_of_how_long_it_usually_takes():
+    progress = ProgressModel()
+    missing = (LossCause(LossKind.EXITED, code=1),)
+    progress.wait(Wait(WaitKind.MINIMUM, have=0, want=2, need=2, missing=missing), 600.0, 0.0)
+    assert "exited with code 1" in progress.view(1.0).waiting
+
+
+def test_lines_about_a_job_fit_80_columns_and_long_words_stay_whole():
+    text = "spark_elastic: rank 1 on 127.0.0.1 lost (killed by signal 9): 2 -> 1 worker, 0.04 s, no step lost"
+    lines = wrapped(text).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("    ")
+    assert " ".join(line.strip() for line in lines) == text
+    epoch = "epoch 1/5  loss 0.3635  accuracy 0.8964  val_loss 0.1462  val_accuracy 0.9908  0.4 s"
+    assert wrapped(epoch) == epoch.replace("  ", " ")
+    longer = epoch_line(0, 200, 0.31, {"loss": 0.3443, "accuracy": 0.8838, "val_loss": 0.1457, "val_accuracy": 0.9748})
+    assert wrapped(longer).split("\n    ")[1] == "0.3 s"
+    path = "/" + "x" * 100
+    assert path in wrapped(f"the file {path} is gone")
+    assert wrapped("short\nlines") == "short\nlines"

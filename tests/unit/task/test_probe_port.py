@@ -12,6 +12,7 @@ from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task import agent as agents
 from spark_elastic.task.agent import ProbePort
 from spark_elastic.wire.messages import LaunchSpec
+from spark_elastic.wire.ports import Ports
 
 WAIT_S = 20.0
 
@@ -39,6 +40,30 @@ def test_listens_on_the_same_port_of_the_given_addresses_only():
         return [*answers, await is_answered("127.0.0.2", port)]
 
     assert run(live()) == [False, True, True, False]
+
+
+def test_both_protocols_are_answered_on_one_port_of_the_range():
+    async def live():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            first = taken.getsockname()[1]
+            probe = ProbePort(["127.0.0.1", "::1"], Ports(first, first + 20))
+            answers = [await is_answered(address, probe.port) for address in ("127.0.0.1", "::1")]
+            port = probe.port
+            probe.close()
+            return [*answers, first < port <= first + 20]
+
+    assert run(live()) == [True, True, True]
+
+
+def test_exhausted_range_is_noticed():
+    async def live():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            probe = ProbePort(["127.0.0.1"], Ports(port, port))
+            probe.close()
+            return probe.ports_taken, probe.port
+
+    assert run(live()) == (True, 0)
 
 
 def test_port_is_0_without_addresses():
@@ -71,12 +96,12 @@ def test_agent_listens_on_the_chosen_interfaces_only(nics, listens, monkeypatch)
     found = set()
 
     class Noting(ProbePort):
-        def __init__(self, addresses):
-            super().__init__(addresses)
+        def __init__(self, addresses, ports):
+            super().__init__(addresses, ports)
             found.update(sock.getsockname()[0] for sock in self._sockets)
 
     monkeypatch.setattr(agents, "ProbePort", Noting)
     order = LaunchSpec("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
-    report = SlotReport("host", "1", {"a": "127.0.0.2", "b": "127.0.0.3"}, 1, {}, "3.11")
+    report = SlotReport("host", "1", {"a": ("127.0.0.2",), "b": ("127.0.0.3",)}, 1, {}, "3.11")
     agents.run_agent(order, 0, 1, report)
     assert found == listens

@@ -11,14 +11,33 @@ def connected(key=None, **limits):
     client, server = Connection(key, server=False, **limits), Connection(key, server=True, **limits)
     _, answer = server.receive(client.start())
     _, proof = client.receive(answer)
-    server.receive(proof)
+    _, accepted = server.receive(proof)
+    client.receive(accepted)
     return client, server
 
 
-def test_both_ends_are_authenticated_after_one_and_a_half_round_trips():
+def test_both_ends_are_authenticated_after_two_round_trips():
     client, server = connected()
     assert client.authenticated
     assert server.authenticated
+
+
+def test_client_is_not_authenticated_before_the_server_has_checked_its_proof():
+    key = new_key()
+    client, server = Connection(key, server=False), Connection(key, server=True)
+    _, answer = server.receive(client.start())
+    client.receive(answer)
+    assert not client.authenticated
+
+
+def test_messages_that_arrive_together_with_the_acceptance_are_kept():
+    key = new_key()
+    client, server = Connection(key, server=False), Connection(key, server=True)
+    _, answer = server.receive(client.start())
+    _, proof = client.receive(answer)
+    _, accepted = server.receive(proof)
+    bodies, _ = client.receive(accepted + server.send(b"welcome"))
+    assert bodies == [b"welcome"]
 
 
 def test_bodies_arrive_in_order_in_both_directions():

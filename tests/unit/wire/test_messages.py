@@ -12,7 +12,7 @@ PLACE = Place("127.0.0.2", "3", 5)
 WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
 
 EXAMPLES = [
-    wire.AgentHello(PLACE, 3, 42, {"eth0": "10.0.0.1"}, 4711, 2, ("0", "1"), "3.11.7"),
+    wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
     wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
     wire.Ready(3, None, False, 0),

@@ -13,6 +13,7 @@ from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, Str
 from spark_elastic import LocalLauncher
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import StoreError
+from spark_elastic.jobs.driver_callbacks import DriverRun
 from tests.unit.ml.torch.estimators import make_set
 
 SCHEMA = StructType([StructField("features_0", ArrayType(FloatType()))])
@@ -135,19 +136,21 @@ def test_numbers_of_workers_and_run_options_go_to_run(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def record(*args: Any, **kwargs: Any) -> Any:
-        given.update(kwargs)
+    def record(call: Any, observer: Any) -> Any:
+        numbers = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port")
+        names = (*numbers, "launcher", "elastic_timeout", "env")
+        given.update({name: getattr(call, name) for name in names})
         raise RuntimeError("recorded")
 
-    monkeypatch.setattr("spark_elastic.jobs.run.run_async", record)
+    monkeypatch.setattr("spark_elastic.jobs.start.start", record)
     options = {"launcher": LocalLauncher(), "elastic_timeout": 7, "env": {"MINE": "1"}}
     numbers = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4}
     estimator = framework.estimators.HereEstimator.__base__
-    made = estimator(**framework.estimators.settings(**numbers, run_options=options, verbose=2))
+    made = estimator(**framework.estimators.settings(**numbers, run_options=options, verbose=2, status_port=0))
     with pytest.raises(RuntimeError, match="recorded"):
         made.from_dataset_path(dataset)
     backend = {"KERAS_BACKEND": "tensorflow"} if framework.name == "keras" else {}
-    assert given == {**numbers, **options, "env": {**backend, "MINE": "1"}, "verbose": 2}
+    assert given == {**numbers, **options, "env": {**backend, "MINE": "1"}, "verbose": 2, "status_port": 0}
 
 
 def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
@@ -159,6 +162,7 @@ def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
     assert list(added(output_cols=["logits"], prediction_col="class")) == ["logits", "class"]
     assert added(output_type="vector", prediction_col="") == {"output": VectorUDT()}
     assert added(output_cols=[], probability_col="p", prediction_col="") == {"p": VectorUDT()}
+    assert added(output_cols=[], raw_prediction_col="raw", prediction_col="") == {"raw": VectorUDT()}
     assert [column.rule for column in plain._added()] == ["", "argmax"]
     chosen = plain.copy({plain.prediction: "argmax_probability"})
     assert [column.rule for column in chosen._added()] == ["", "argmax_probability"]
@@ -182,6 +186,7 @@ def test_every_setting_is_read(fit: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
     # Describing a training reads all settings that decide over its result, whether they have an effect or not.
     monkeypatch.setattr("spark_elastic.ml.estimator.ElasticEstimator._identity", lambda self, dataset: {})
+    monkeypatch.setattr("spark_elastic.ml.estimator.ElasticEstimator._driver_run", lambda self, _: DriverRun("", {}))
     monkeypatch.setattr(Params, "getOrDefault", record)
     model, made = fit(checkpoint_dir=tmp_path, run_id="a", checkpoint_best_of="loss", epochs=1)
     model._saved_predictor()

@@ -72,3 +72,14 @@ def test_transformation_fn_gets_the_set_shapes_and_may_change_them(tmp_path: Pat
     model = fitted(dataset, Image(1), **changes)
     assert len(model.history) == 1
     assert len(model._added()) == 2
+
+
+class Flattening(Two):
+    """Calls `view` across rows, as models do that were written for the tensors of a DataLoader."""
+
+    def forward(self, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        return super().forward(wide.view(-1).view(-1, 6), narrow.view(-1).view(-1, 2))
+
+
+def test_inputs_are_contiguous(tmp_path: Path) -> None:
+    fitted(pack(rows(), tmp_path), Flattening())

@@ -207,6 +207,42 @@ def test_torchmetrics_metrics_equal_those_of_all_rows_at_once():
         assert logs[name] == pytest.approx(metric(scores(), classes()).item())
 
 
+@pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.BCELoss()])
+def test_binary_torchmetrics_do_not_depend_on_how_logits_are_cut(loss, sizes):
+    """torchmetrics takes the outputs of one `update` for probabilities if all of them lie between 0 and 1."""
+    classification = pytest.importorskip("torchmetrics.classification")
+    metrics = {"f1": classification.BinaryF1Score(), "auroc": classification.BinaryAUROC()}
+    logits = 2 * scores(classes=1)
+    assert ((logits > 0) & (logits < 0.5)).any()  # a row that would be of class 0 if it were alone
+    outputs = logits if isinstance(loss, nn.BCEWithLogitsLoss) else logits.sigmoid()
+    labels = (classes() > 0).to(outputs.dtype)[:, None]  # these losses take floats
+    objective = Objective(loss, None, labels=1, weighted=False)
+    accumulator = TorchMetricAccumulator(objective, metrics)
+    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
+    for part in cut(batch(outputs, labels=(labels,)), sizes):
+        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
+    logs = accumulator.logs(sums.numpy(), pieces)
+    for name, metric in metrics.items():
+        metric.reset()
+        assert logs[name] == pytest.approx(metric(logits.sigmoid(), labels.long()).item())
+
+
+def test_torchmetrics_without_states_of_their_own_are_refused():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
+    by_class = torchmetrics.classification.MulticlassF1Score(3, average=None)
+    with pytest.raises(InvalidSettingsError, match="f1 is a ClasswiseWrapper around a MulticlassF1Score"):
+        TorchMetricAccumulator(objective, {"f1": torchmetrics.wrappers.ClasswiseWrapper(by_class)})
+
+    class Stateless(torchmetrics.Metric):
+        def update(self, output, label): ...
+        def compute(self): ...
+
+    with pytest.raises(InvalidSettingsError, match=r"the metric mine \(Stateless\) has no states"):
+        TorchMetricAccumulator(objective, {"mine": Stateless()})
+
+
 def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
     loss = LOSSES["class weights"]
     objective = Objective(loss, None, labels=1, weighted=False)

@@ -1,0 +1,200 @@
+"""The Python that Spark's executors run: chosen in local mode, and checked before the first job.
+
+PySpark starts its Python workers with `PYSPARK_PYTHON`, or else with the `python3` that comes first in PATH, which is
+another Python than this program's where a virtual environment is used without being activated.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spark_elastic.data.spark_connect import is_connect, setting_of
+from spark_elastic.errors import ExecutorPythonError
+
+NEEDED = ("cloudpickle", "numpy", "torch", "spark_elastic")
+"""Packages that a worker of any job imports."""
+NEEDED_ON_CONNECT = ("pandas", "pyarrow", *NEEDED)
+"""The same behind Spark Connect, whose tasks exchange Arrow batches."""
+CHECK_TIMEOUT_S = 20.0
+_DEFAULT = "python3"
+_VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
+_NOT_RUN = re.compile(r'Cannot run program "([^"]*)"')
+_NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= \S+ must be installed")
+_checked: set[tuple[str, str]] = set()
+"""(application, Python of its executors) of the checks that found nothing wrong."""
+
+
+def choose_python(context: Any) -> None:
+    """Have the Python workers of a local master run this program's Python, unless the user chose one.
+
+    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages.
+
+    Raises:
+        ExecutorPythonError: The user chose one, and it does not run or lacks packages.
+    """
+    if not is_local_master(context.master):
+        return
+    about = (str(context.applicationId), str(context.pythonExec))
+    if about in _checked:
+        return
+    chosen = os.environ.get("PYSPARK_PYTHON") or context.getConf().get("spark.pyspark.python")
+    if not chosen and context.pythonExec == _DEFAULT:
+        if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
+            context.pythonExec = sys.executable
+    elif not _is_this_python(shutil.which(context.pythonExec)):
+        _check_program(str(context.pythonExec))
+    _checked.add(about)
+
+
+def is_local_master(master: str) -> bool:
+    """Return True if Spark's tasks run on this machine, in the driver's own JVM."""
+    return master == "local" or master.startswith("local[")
+
+
+def _is_this_python(program: str | None) -> bool:
+    if program is None:
+        return False
+    # The folder decides as well: the Python of a virtual environment is a link to the one that made it.
+    same_folder = os.path.dirname(os.path.abspath(program)) == os.path.dirname(sys.executable)
+    return same_folder and os.path.realpath(program) == os.path.realpath(sys.executable)
+
+
+def _check_program(program: str) -> None:
+    """Run a Python of this machine, and raise ExecutorPythonError if it cannot run workers."""
+    lacks = f"import importlib.util as u; print(' '.join(n for n in {NEEDED!r} if u.find_spec(n) is None))"
+    code = f"import sys; print(sys.executable); print('%d.%d.%d' % sys.version_info[:3]); {lacks}"
+    try:
+        done = subprocess.run([program, "-c", code], capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
+        path, version, missing, *_ = [*done.stdout.splitlines(), "", "", ""]
+    except subprocess.TimeoutExpired:  # a machine that is busy says nothing about its Python
+        return
+    except OSError as error:
+        raise python_error(program, problem=f"it cannot be run ({error})") from None
+    if done.returncode != 0:
+        raise python_error(program, problem=f"it cannot be run ({(done.stderr.strip() or 'no message')[-200:]})")
+    _refuse(path, version, missing.split())
+
+
+def report_python(needed: Sequence[str] = NEEDED) -> Callable[[], tuple[str, str, list[str]]]:
+    """Return a function that describes the Python it is called in: its path, its version, and the packages it lacks.
+
+    Spark's tasks call it. It is pickled by value and uses the standard library alone, so that it runs where this
+    package is missing.
+    """
+    names = tuple(needed)
+
+    def report() -> tuple[str, str, list[str]]:
+        import importlib.util
+        import sys
+
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+        return sys.executable, ".".join(map(str, sys.version_info[:3])), missing
+
+    return report
+
+
+def refuse_python(answer: tuple[str, str, list[str]], *, on_connect: bool = False) -> None:
+    """Raise ExecutorPythonError if the Python that `report_python` described lacks packages."""
+    _refuse(*answer, on_connect)
+
+
+def _refuse(path: str, version: str, missing: Sequence[str], on_connect: bool = False) -> None:
+    if missing:
+        alone = " (ship_package=True sends it)" if on_connect and list(missing) == ["spark_elastic"] else ""
+        raise python_error(f"{path} ({version})", problem=f"it has no {', '.join(missing)}{alone}")
+
+
+def python_error_of(error: BaseException, python: str) -> ExecutorPythonError | None:
+    """Return the error to raise for a Spark job that failed because of the executors' Python; None for other causes.
+
+    Args:
+        error: The error of the job.
+        python: The program that Spark starts on the executors.
+    """
+    text = str(error)
+    if _VERSION_DIFFERS.search(text):
+        return python_error(python, problem="its minor version is another one")
+    if program := _NOT_RUN.search(text):
+        return python_error(program[1], problem="there is no such program")
+    if found := _NO_ARROW.search(text):
+        package = (found[1] or found[2]).lower()
+        return python_error(python, problem=f"it has no {package}, or a version that is too old")
+    return None
+
+
+def check_executors(context: Any) -> None:
+    """Run a job of one task that looks at the executors' Python, once per application; in local mode no job is run.
+
+    Args:
+        context: A SparkContext, or a session of Spark Connect; there, a query runs in local mode too.
+
+    Raises:
+        ExecutorPythonError: It lacks packages, or has another minor version than this program's.
+    """
+    if is_connect(context):
+        return _check_on_connect(context)
+    if is_local_master(context.master):
+        return choose_python(context)
+    about = (str(context.applicationId), str(context.pythonExec))
+    if about in _checked:
+        return None
+    report = report_python()
+    try:
+        answers = context.parallelize([0], 1).map(lambda _: report()).collect()
+    except Exception as error:  # py4j's, captured by pyspark or not
+        translated = python_error_of(error, str(context.pythonExec))
+        if translated is None:
+            raise
+        raise translated from None
+    refuse_python(answers[0])
+    _checked.add(about)
+    return None
+
+
+def python_on_connect(session: Any) -> str:
+    """Return the Python of the executors behind a Connect session, as far as its settings name it."""
+    return setting_of(session, "spark.pyspark.python") or "a Python that the server's PYSPARK_PYTHON names"
+
+
+def _check_on_connect(session: Any) -> None:
+    about = (str(session.session_id), "Spark Connect")
+    if about in _checked:
+        return
+    report = report_python(NEEDED_ON_CONNECT)
+
+    def task(batches: Any) -> Any:
+        import pyarrow as pa
+
+        for _ in batches:
+            pass
+        path, version, missing = report()
+        columns = {"path": [path], "version": [version], "missing": [" ".join(missing)]}
+        yield pa.RecordBatch.from_pydict(columns)
+
+    schema = "path string, version string, missing string"
+    try:
+        (answer,) = session.range(0, 1, 1, 1).mapInArrow(task, schema).collect()
+    except Exception as error:  # pyspark's, with the server's text
+        translated = python_error_of(error, python_on_connect(session))
+        if translated is None:
+            raise
+        raise translated from None
+    refuse_python((answer.path, answer.version, answer.missing.split()), on_connect=True)
+    _checked.add(about)
+
+
+def python_error(theirs: str, *, problem: str) -> ExecutorPythonError:
+    return ExecutorPythonError(
+        theirs=theirs, ours=f"{sys.executable} ({platform.python_version()})", problem=problem, version=_minor()
+    )
+
+
+def _minor() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"

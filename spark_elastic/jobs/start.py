@@ -1,0 +1,173 @@
+"""`start`: from the arguments of `run` to a job that runs, with its driver, its output and its status page."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import itertools
+import os
+import socket
+from collections.abc import Callable
+
+from spark_elastic import clock
+from spark_elastic.driver import preflight
+from spark_elastic.driver.elastic_driver import ElasticDriver
+from spark_elastic.driver.hosts import HostManager
+from spark_elastic.driver.output import OutputFiles, OutputPrinter
+from spark_elastic.driver.peers import JobObserver
+from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.backends import THIS_MACHINE, Backend, backend_of
+from spark_elastic.jobs.job import ElasticJob
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.reporting.job_status import Document, StatusModel
+from spark_elastic.reporting.progress import ProgressModel
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
+from spark_elastic.wire.framing import new_key
+from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
+from spark_elastic.wire.ports import Ports, listen
+
+CONNECT_TIMEOUT_S = 60.0
+
+_job_numbers = itertools.count(1)
+
+
+def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
+    """Start a job, and return its handle.
+
+    Args:
+        call: The arguments of `run`.
+        observer: Told of the job's epochs and changes, and of its end.
+
+    Raises:
+        UsageError: The call has to be changed; nothing was started.
+    """
+    function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
+    backend = backend_of(call)
+    settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
+    sources = backend.sources()
+    if call.discovery is not None:
+        sources.append(HostManager(call.discovery, backend.host_of))
+    bind, addresses = backend.listen_at()
+    with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
+        listening = _listen(bind, backend.ports("driver_port", call.driver_port))
+        undo.callback(listening.close)
+        port = listening.getsockname()[1]
+        spec = _launch_spec(call, backend, function, tuple((address, port) for address in addresses))
+        progress = ProgressModel() if call.verbose else None
+        printer = _printer(call, progress, undo)
+        undo.enter_context(backend.console(call.verbose))
+        if fewer and call.verbose:
+            printer.say(f"spark_elastic: {fewer}")
+        status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, backend) else None
+        driver = ElasticDriver(
+            spec,
+            settings,
+            lambda on_ended: backend.make_launcher(spec, settings, on_ended),
+            listening,
+            sources=sources,
+            printer=printer,
+            verbose=call.verbose,
+            progress=progress,
+            status=status,
+            observer=observer,
+        )
+        if observer is not None:
+            undo.callback(observer.job_over)
+        undo.callback(driver.close)
+        page = None
+        if status is not None:
+            page = _serve_status(call, backend, functools.partial(driver.document, status))
+            undo.callback(page.close)
+            if call.verbose:
+                printer.say(f"spark_elastic: status page: {_shown_address(page)}")
+        if progress is not None:
+            progress.imports = slowest_import(spec.preimport)
+            progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
+        clean_up = undo.pop_all()
+    url = None if page is None else page.url
+    return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url)
+
+
+def _launch_spec(
+    call: RunCall, backend: Backend, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
+) -> LaunchSpec:
+    tracking = tracking_environment()
+    if not backend.is_local:
+        warn_of_local_store({**tracking, **(call.env or {})})
+    agent_ports = backend.ports("agent_ports", call.agent_ports)
+    return LaunchSpec(
+        job=f"{os.getpid()}-{next(_job_numbers)}",
+        driver_addresses=driver_addresses,
+        key=new_key(),
+        function=function,
+        connect_timeout_s=min(call.start_timeout, CONNECT_TIMEOUT_S),
+        made_by=interpreter(),
+        env={**({ALL_FRAMES_SETTING: "1"} if call.verbose > 1 else {}), **tracking, **(call.env or {})},
+        nics=None if call.nics is None else tuple(call.nics),
+        agent_ports=(agent_ports.first, agent_ports.last),
+        device=call.device,
+        preimport=modules_of(function),
+    )
+
+
+def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.ExitStack) -> OutputPrinter:
+    files = None if call.output_dir is None else OutputFiles(call.output_dir)
+    if files is not None:
+        undo.callback(files.close)
+    printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.take)
+    undo.callback(printer.close)
+    return printer
+
+
+def _listen(bind: str, ports: Ports) -> socket.socket:
+    try:
+        return listen(bind, ports, "driver_port", backlog=1024)
+    except OSError as error:
+        fix = "spark.driver.bindAddress must be an address of this machine, or a name for one"
+        if error.errno == errno.EACCES:
+            fix = "ports below 1024 need a right that this user lacks; choose higher ones for driver_port"
+        at = bind if ports.are_any else f"{bind}, port {ports}"
+        raise InvalidSettingsError(f"the driver cannot listen at {at}: {error.strerror or error}; {fix}") from None
+
+
+def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
+    """Limit the workers to the slots that there can ever be (`most`), if those are enough for the minimum.
+
+    Returns:
+        The settings, and a line that says that fewer workers than num_proc start; empty if as many start.
+    """
+    if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
+        return settings, ""
+    slots, where = most
+    limited = dataclasses.replace(settings, num_proc=min(settings.num_proc, slots), max_num_proc=slots)
+    if slots >= settings.num_proc:
+        return limited, ""
+    return limited, f"starting with {slots} workers instead of num_proc={settings.num_proc}: {where} has no more slots"
+
+
+# --- the status page ------------------------------------------------------------------------------
+
+
+def _has_status_page(call: RunCall, backend: Backend) -> bool:
+    if call.status_port == "auto":
+        return backend.is_local and call.verbose > 0
+    return call.status_port is not None
+
+
+def _serve_status(call: RunCall, backend: Backend, document: Callable[[], Document]) -> StatusServer:
+    token = make_token()
+    bind, addresses = (THIS_MACHINE, (THIS_MACHINE,)) if backend.is_local else backend.listen_at()
+    port = call.status_port if isinstance(call.status_port, int) else 0
+    page = StatusServer(listen_for_pages(bind, port), addresses[0], token, document)
+    page.start()
+    return page
+
+
+def _shown_address(page: StatusServer) -> str:
+    """Return the page's address for the program's output: with a token only if it was made for this job."""
+    return f"{page.address} (token: ${TOKEN_VARIABLE})" if TOKEN_VARIABLE in os.environ else page.url

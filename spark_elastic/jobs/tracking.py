@@ -1,0 +1,66 @@
+"""The run of a tracker that is active in the driver, for the workers' environment.
+
+A callback or function of the user's own that calls `mlflow.log_metrics` in a worker shall reach the driver's run.
+Without these variables, each worker would open a database of its own in its working directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from spark_elastic.settings import TRACKED_RUN
+
+log = logging.getLogger("spark_elastic")
+
+_URI, _RUN, _EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"
+
+
+def tracking_environment() -> dict[str, str]:
+    """Return the variables by which MLflow in a worker finds the run that is active on this thread.
+
+    Empty without an active run. Credentials are not among them: `MLFLOW_TRACKING_TOKEN` and the like reach workers
+    only through their own environment or `run_options={"env": ...}`.
+    """
+    mlflow: Any = sys.modules.get("mlflow")
+    try:
+        active = None if mlflow is None else mlflow.active_run()
+        if active is None:
+            return {}
+        return {
+            _URI: _absolute(mlflow.get_tracking_uri()),
+            _RUN: active.info.run_id,
+            TRACKED_RUN: active.info.run_id,
+            _EXPERIMENT: active.info.experiment_id,
+        }
+    except Exception as error:  # a tracker must not keep a training from starting
+        log.warning("the workers will not know the active MLflow run: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def warn_of_local_store(env: Mapping[str, str]) -> None:
+    """Warn if workers on other machines cannot reach the tracking store, because it is a file of the driver's disk."""
+    uri = env.get(_URI, "")
+    if _RUN in env and urlsplit(uri).scheme in ("", "file", "sqlite"):
+        log.warning(
+            "the MLflow run that is active here is stored in %s, a file that workers on other machines cannot reach "
+            "unless the path is shared: what they log would be lost or raise. MLflowCallback is not affected, because "
+            "it logs from the driver; for mlflow calls in workers, use a tracking server (mlflow.set_tracking_uri)",
+            uri,
+        )
+
+
+def _absolute(uri: str) -> str:
+    """Return a tracking URI that means the same in every working directory of this machine."""
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite" and parts.path and not parts.path.startswith("//"):
+        return f"sqlite:///{Path(parts.path[1:]).absolute()}"
+    if parts.scheme == "":
+        return Path(uri).absolute().as_uri()
+    if parts.scheme == "file" and not parts.path.startswith("/"):
+        return Path(parts.path).absolute().as_uri()
+    return uri

@@ -1,0 +1,175 @@
+"""The folder that a stage is saved in: of the filesystem that Spark uses, or on Spark Connect of this machine's own.
+
+A Connect session gives no access to the server's filesystem. So a path without a scheme is one of this machine, and a
+URI (s3://, gs://, hdfs://) is opened from here. The files are the same, and either kind of session loads them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
+
+from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError
+
+_METADATA = "metadata"
+
+
+class SavedFolder(Protocol):
+    """The folder of one saved stage."""
+
+    def qualified(self, path: str) -> str:
+        """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
+        ...
+
+    def exists(self) -> bool: ...
+
+    def delete(self) -> None: ...
+
+    def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Write the metadata of a stage, as Spark ML does."""
+        ...
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata. Raises an error of Spark or of the storage if there is none."""
+        ...
+
+    def write(self, folder: str, files: Mapping[str, bytes]) -> None: ...
+
+    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
+        ...
+
+
+def saved_folder(spark: Any, path: str) -> SavedFolder:
+    """Return the folder at a path, as this session sees it."""
+    return StoreFolder(spark, path) if is_connect(spark) else SparkFolder(spark, path)
+
+
+class StoreFolder:
+    """A folder that this process opens itself, without Spark."""
+
+    def __init__(self, spark: Any, path: str) -> None:
+        self._spark = spark
+        self._path = path
+        self._store = Store.create(path)
+
+    def qualified(self, path: str) -> str:
+        return Store.create(path).url
+
+    def exists(self) -> bool:
+        return self._store.exists()
+
+    def delete(self) -> None:
+        self._store.delete()
+
+    def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        text = DefaultParamsWriter._get_metadata_to_save(instance, self._spark, dict(extra), dict(settings))
+        self._store.write_bytes(f"{_METADATA}/part-00000", text.encode() + b"\n")
+        self._store.write_bytes(f"{_METADATA}/_SUCCESS", b"")
+
+    def metadata(self) -> dict[str, Any]:
+        for entry in self._store.list(_METADATA):
+            name = posixpath.basename(entry.path)
+            if name.startswith("part-") and (text := self._store.read_bytes(entry.path).decode().strip()):
+                return dict(DefaultParamsReader._parseMetaData(text.splitlines()[0], ""))
+        raise CheckpointError(f"{self._path} is incomplete: it has no metadata")
+
+    def write(self, folder: str, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            self._store.write_bytes(posixpath.join(folder, name), content)
+
+    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+        contents: dict[str, bytes] = {}
+        for name in names:
+            check_name(self._path, name)
+            try:
+                contents[name] = self._store.read_bytes(posixpath.join(folder, name))
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {error}") from error
+        return contents
+
+
+def check_name(path: str, name: str) -> None:
+    """Raise `CheckpointError` if the metadata at `path` names a file outside of its folder."""
+    if name != posixpath.basename(name) or name in ("", ".", ".."):
+        raise CheckpointError(f"{path} names a file {name!r}, which is not in its folder")
+
+
+class SparkFolder:
+    """A folder of the filesystem that Spark uses for the path. Files are copied through this machine's disk.
+
+    Spark's own access is used, so that a path without a scheme means the same as for Spark ML's stages next to it.
+    """
+
+    def __init__(self, spark: Any, path: str) -> None:
+        self._spark = spark
+        self._path = path
+        self._jvm = spark._jvm
+        self._hadoop = self._jvm.org.apache.hadoop.fs
+        self._root = self._hadoop.Path(path)
+        self._configuration = spark._jsc.hadoopConfiguration()
+        self._filesystem = self._root.getFileSystem(self._configuration)
+
+    def qualified(self, path: str) -> str:
+        from py4j.protocol import Py4JJavaError
+
+        place = self._hadoop.Path(path)
+        try:
+            return str(place.getFileSystem(self._configuration).makeQualified(place).toString())
+        except Py4JJavaError:  # this Spark cannot load anything from that filesystem
+            return path
+
+    def exists(self) -> bool:
+        return bool(self._filesystem.exists(self._root))
+
+    def delete(self) -> None:
+        self._filesystem.delete(self._root, True)
+
+    def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        context = self._spark.sparkContext
+        DefaultParamsWriter.saveMetadata(
+            instance, self._path, context, extraMetadata=dict(extra), paramMap=dict(settings)
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        return dict(DefaultParamsReader.loadMetadata(self._path, self._spark.sparkContext))
+
+    def write(self, folder: str, files: Mapping[str, bytes]) -> None:
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-save-") as here:
+            self._filesystem.mkdirs(self._at(folder))
+            for name, content in files.items():
+                (Path(here) / name).write_bytes(content)
+                self._filesystem.copyFromLocalFile(
+                    self._hadoop.Path(f"file:{here}/{name}"), self._at(posixpath.join(folder, name))
+                )
+
+    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+        from py4j.protocol import Py4JJavaError
+
+        contents: dict[str, bytes] = {}
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
+            for name in names:
+                check_name(self._path, name)
+                at = self._at(posixpath.join(folder, name))
+                if not self._filesystem.exists(at):
+                    raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
+                target = Path(here) / name
+                try:
+                    self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
+                except Py4JJavaError as error:  # a wrong checksum, for example
+                    reason = error.java_exception.toString()
+                    raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
+                contents[name] = target.read_bytes()
+        return contents
+
+    def _at(self, inside: str) -> Any:
+        return self._hadoop.Path(posixpath.join(self._path, inside))

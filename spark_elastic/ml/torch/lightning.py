@@ -1,0 +1,311 @@
+"""LightningModules in an estimator: what they may override, and their steps; without importing lightning.
+
+`check_module` reads a module on the driver. `LightningStep` is the `train_fn` of its training: it calls
+`configure_optimizers` on the driver, and `training_step` and `validation_step` in the workers.
+`lightning_optimizers` reads what `configure_optimizers` returned.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.torch.lightning_optimizers import settings_of
+from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, LoggedValue, ModelStep, StepPlace, TorchBatch
+
+log = logging.getLogger("spark_elastic.ml")
+
+# --- what a module may override -------------------------------------------------------------------
+
+_CALLED = {"on_train_epoch_start"}
+_CHANGES_RESULT = (
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping"),
+    *("configure_model", "configure_sharded_model", "on_before_batch_transfer", "on_after_batch_transfer"),
+    *("transfer_batch_to_device", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+)
+"""Methods that change what a step computes. A training that left them out would give another model."""
+_NOT_CALLED = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "test_step"),
+    *("setup", "teardown", "prepare_data", "configure_callbacks"),
+)
+
+
+def lightning_class(module: Any) -> type | None:
+    """Return the class LightningModule that a module derives from, of any package; None if there is none."""
+    return next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
+
+
+def overrides(module: Any, name: str) -> bool:
+    """Return whether the module's own class defines a method of LightningModule."""
+    base = lightning_class(module)
+    return getattr(type(module), name, None) is not getattr(base, name, None)
+
+
+def check_module(module: Any) -> None:
+    """Warn of methods of a LightningModule that are not called.
+
+    Raises:
+        InvalidSettingsError: This is not a LightningModule that can be trained, or it changes what a step computes.
+    """
+    kind = type(module).__name__
+    base = lightning_class(module)
+    if base is None or not isinstance(module, torch.nn.Module):
+        raise InvalidSettingsError(f"from_lightning needs a LightningModule, not {module!r:.200}")
+    if not getattr(module, "automatic_optimization", True):
+        raise InvalidSettingsError(
+            f"{kind} has automatic_optimization=False, but an estimator does the optimizer's steps itself. Let "
+            "training_step return the loss, or train with spark_elastic.run and a loop of your own"
+        )
+    for name in ("training_step", "configure_optimizers"):
+        if not overrides(module, name):
+            raise InvalidSettingsError(f"{kind} has no {name}, which from_lightning needs")
+    changes = [name for name in _CHANGES_RESULT if overrides(module, name)]
+    if changes:
+        raise InvalidSettingsError(
+            f"{kind} overrides {', '.join(changes)}, which an estimator does not call, so that the trained model would "
+            "be another one. Remove it: gradients are clipped by gradient_clip_norm and gradient_clip_value, columns "
+            "are changed by transformation_fn, and all else can be done in training_step"
+        )
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    ignored = [name for name in (*hooks, *_NOT_CALLED) if name not in _CALLED and overrides(module, name)]
+    if ignored:
+        log.warning(
+            "%s overrides %s, which this training does not call: rows come from the DataFrame, self.log in "
+            "training_step and validation_step makes columns of the history, and callbacks=[...] run at other moments",
+            kind,
+            ", ".join(sorted(ignored)),
+        )
+
+
+# --- self.trainer ---------------------------------------------------------------------------------
+
+
+class ModuleTrainer:
+    """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here.
+
+    Args:
+        epochs: the number of epochs.
+        steps_an_epoch: the number of steps of each; None: it depends on the number of workers.
+    """
+
+    logger = None
+    progress_bar_callback = None
+    sanity_checking = False
+    barebones = False
+    max_steps = -1
+    accumulate_grad_batches = 1
+    current_epoch = 0
+    global_step = 0
+
+    def __init__(self, epochs: int, steps_an_epoch: int | None) -> None:
+        self.loggers: list[Any] = []
+        self.max_epochs = epochs
+        self._steps_an_epoch = steps_an_epoch
+
+    def enter(self, place: StepPlace, training: bool) -> None:
+        """Take the progress of the training, which differs between steps."""
+        self.current_epoch, self.global_step = place.epoch, place.step
+        self.global_rank, self.world_size, self.is_global_zero = place.rank, place.size, place.rank == 0
+        self.training, self.validating = training, not training
+
+    @property
+    def num_training_batches(self) -> int:
+        if self._steps_an_epoch is None:
+            raise InvalidSettingsError(
+                "the number of steps depends on the number of workers with per_worker_batch_size, so self.trainer "
+                "cannot tell it; set batch_size instead"
+            )
+        return self._steps_an_epoch
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self.num_training_batches * self.max_epochs
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"self.trainer.{name} does not exist in a training by ElasticTorchEstimator; there are current_epoch, "
+            "global_step, max_epochs, num_training_batches, estimated_stepping_batches, and in the steps global_rank, "
+            "world_size, is_global_zero, training, validating"
+        )
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class LightningStep(ModelStep):
+    """Calls `training_step` of a LightningModule, and in eval mode its `validation_step`.
+
+    A step gets `(features, labels)`, with sample weights `(features, labels, weights)`, and without labels the features
+    alone. Several inputs, or several labels, are a tuple.
+    """
+
+    decides = (
+        *("optimizer", "lr_scheduler", "scheduler_interval", "scheduler_monitor"),
+        *("loss", "loss_weights", "metrics"),
+    )
+    makes_optimizer = True
+    name = "the LightningModule"
+
+    def __init__(self, epochs: int = 1, steps_an_epoch: int | None = None) -> None:
+        self._planned = epochs, steps_an_epoch
+        self._trainer = ModuleTrainer(epochs, steps_an_epoch)
+        self._index = 0
+        self._begun: int | None = None
+        """The epoch whose `on_train_epoch_start` was called in this process."""
+
+    def __reduce__(self) -> Any:
+        return LightningStep, self._planned
+
+    def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
+        module = copy.copy(model)  # with the same parameters; several fits may do this at the same time
+        module.__dict__["_trainer"] = ModuleTrainer(epochs, steps_an_epoch)
+        return {
+            "train_fn": LightningStep(epochs, steps_an_epoch),
+            **settings_of(module.configure_optimizers(), steps_an_epoch),
+        }
+
+    def begin(self, model: Any, place: StepPlace) -> None:
+        self._index = place.index
+        self._trainer.enter(place, model.training)
+        if model.training and self._begun != place.epoch:
+            self._begun = place.epoch
+            with self._attached(model, _Log(False, 0, ())):
+                model.on_train_epoch_start()
+
+    def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:
+        name = "training_step" if model.training else "validation_step"
+        if not overrides(model, name):
+            raise InvalidSettingsError(
+                f"validation is set, but {type(model).__name__} has no validation_step; write one, or leave it out"
+            )
+        metrics = _metrics_in(model)
+        for metric in metrics:  # so that their states are those of these rows
+            metric.reset()
+        values = _Log(not model.training, batch.rows, metrics)
+        with self._attached(model, values):
+            returned = _call_step(getattr(model, name), _rows_of(batch), self._index)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if loss is None and not model.training:
+            return ForwardResult((), batch.labels, [torch.zeros(())], [0.0], values.logged)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise DataError(f"{name} must return a loss of one value, or a dict with 'loss', not {returned!r:.200}")
+        return ForwardResult((), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)], values.logged)
+
+    @contextmanager
+    def _attached(self, module: Any, values: _Log) -> Iterator[None]:
+        """Give the module `self.log`, `self.log_dict` and `self.trainer` for one call."""
+        modules = [each for each in module.modules() if "_trainer" in each.__dict__ and lightning_class(each)]
+        module.__dict__.update(log=values.log, log_dict=values.log_dict)
+        for each in modules:
+            each.__dict__["_trainer"] = self._trainer
+        try:
+            yield
+        finally:
+            for name in ("log", "log_dict"):
+                module.__dict__.pop(name, None)
+            for each in modules:
+                each.__dict__["_trainer"] = None
+
+
+class _Log:
+    """`self.log` and `self.log_dict` of one call of a step, which collect values with the rows they are means of."""
+
+    def __init__(self, validation: bool, rows: int, metrics: Sequence[Any]) -> None:
+        self.logged: dict[LoggedName, LoggedValue] = {}
+        self._validation, self._rows, self._metrics = validation, rows, metrics
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        *ignored: Any,
+        batch_size: int | None = None,
+        **others: Any,
+    ) -> None:
+        """Take a value; the arguments are those of Lightning, of which name, value and batch_size matter."""
+        if not self._rows:
+            log.warning("self.log(%r) has no effect outside of training_step and validation_step", name)
+            return
+        if reduce_fx not in ("mean", torch.mean):
+            raise InvalidSettingsError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not possible: the value of an epoch is the mean over "
+                "its rows. Leave reduce_fx out, or log a torchmetrics metric such as MaxMetric or SumMetric"
+            )
+        key, rows = LoggedName(name, self._validation), float(self._rows if batch_size is None else batch_size)
+        if hasattr(value, "_reductions") and hasattr(value, "update"):
+            if not any(value is each for each in self._metrics):
+                raise InvalidSettingsError(
+                    f"self.log({name!r}, ...) was given a {type(value).__name__} that is not an attribute of the "
+                    "module; assign it in __init__"
+                )
+            self.logged[key] = LoggedValue(value, float(self._rows))
+            return
+        if isinstance(value, Mapping):
+            raise InvalidSettingsError(f"self.log({name!r}, ...) was given a dict; use self.log_dict")
+        try:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise InvalidSettingsError(
+                f"self.log({name!r}, ...) needs one number or a torchmetrics metric, not {type(value).__name__}{shape}"
+            ) from None
+        total, before = self.logged.get(key, (0.0, 0.0))  # a name that is logged twice has the mean of both
+        self.logged[key] = LoggedValue(total + number * rows, before + rows)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
+
+
+def _metrics_in(module: torch.nn.Module) -> list[Any]:
+    """Return the torchmetrics metrics of a module, each before the collection that it is in."""
+    collection = ("items", "update", "compute", "reset")
+    return [
+        each
+        for each in module.modules()
+        if hasattr(each, "_reductions") or all(hasattr(each, name) for name in collection)
+    ][::-1]
+
+
+def _rows_of(batch: TorchBatch) -> Any:
+    inputs, labels = (values[0] if len(values) == 1 else values for values in (batch.inputs, batch.labels))
+    if not batch.labels:
+        return inputs
+    return (inputs, labels) if batch.weights is None else (inputs, labels, batch.weights)
+
+
+def _call_step(step: Callable[..., Any], batch: Any, index: int) -> Any:
+    """Call a step with as many of (batch, batch_idx) as it takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters) or len(parameters) >= 2:
+        return step(batch, index)
+    return step(batch)
+
+
+# --- transform ------------------------------------------------------------------------------------
+
+
+def prediction_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return how `transform` calls a module: `predict_step` of a LightningModule that has one, else the module."""
+    if lightning_class(module) is None or not overrides(module, "predict_step"):
+        return module
+    predict: Any = module.predict_step
+
+    def call(*inputs: torch.Tensor) -> Any:
+        return _call_step(predict, inputs[0] if len(inputs) == 1 else inputs, 0)
+
+    return call

@@ -1,0 +1,129 @@
+"""One call of a model with a batch: its rows and its result, and models that decide themselves how they are called.
+
+`ModelStep` is the base of the `train_fn` for such models: `lightning.LightningStep`, `transformers.ModelLoss`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBatch:
+    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
+
+    Attributes:
+        inputs: the inputs of the model, tensors of shape [rows, ...].
+        labels: the labels, tensors of shape [rows, ...].
+        weights: the sample weights, shape [rows]; None: the dataset has none.
+        rows: the number of rows.
+        tensors: all tensors by name, including those that `transformation_fn` has added.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
+    rows: int
+    tensors: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+class LoggedName(NamedTuple):
+    """The name of a value that a model logs, and whether it does so in validation."""
+
+    name: str
+    validation: bool
+
+
+class LoggedValue(NamedTuple):
+    """A value that a model has logged.
+
+    Attributes:
+        value: the sum over the rows; or a torchmetrics metric with the states of these rows, until the next step.
+        rows: the number of rows, or another weight of the value in the mean of an epoch.
+    """
+
+    value: Any
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The outputs and losses of one forward pass.
+
+    Attributes:
+        labels: the labels, in the shapes that were given to the losses.
+        sums: the sum of each loss over the rows: scalars with a graph.
+        counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
+        logged: values that the model has logged.
+        rule: the rule for a prediction from the first output, if the model decides it; see `rule`.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    sums: list[torch.Tensor]
+    counts: list[float]
+    logged: Mapping[LoggedName, LoggedValue] = field(default_factory=dict)
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """The place of a step in the training.
+
+    Attributes:
+        epoch: the number of the epoch, from 0.
+        step: the number of optimizer steps so far.
+        index: the number of the batch in this epoch, or in its validation, from 0.
+        rank: the rank of this worker.
+        size: the number of workers.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    index: int = 0
+    rank: int = 0
+    size: int = 1
+
+
+class ModelStep(ABC):
+    """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well.
+
+    Attributes:
+        name: what an error calls the step.
+        decides: the settings that the model decides, which must not be set.
+        makes_optimizer: `configured` returns an optimizer.
+        label_dtype: the type that the model needs for labels that are numbers; None: as in their columns.
+        normalised: the loss is not a mean over rows, and `count` is its denominator.
+    """
+
+    name = "the model and its loss"
+    decides: tuple[str, ...] = ()
+    makes_optimizer = False
+    label_dtype: str | None = None
+    normalised = False
+
+    def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
+        """Return settings of `TorchTraining` that follow from the model and from the number of steps.
+
+        `steps_an_epoch` is None if it depends on the number of workers.
+        """
+        return {}
+
+    def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
+        """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
+
+    def count(self, batch: TorchBatch) -> float:
+        """Return the denominator of the mean over these rows that the model returns as its loss."""
+        return float(batch.rows)
+
+    @abstractmethod
+    def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:
+        """Call the model with some rows. In eval mode there may be no loss: a count of 0."""

@@ -1,0 +1,125 @@
+"""Models of transformers, and others that take inputs by name and return `.loss` and `.logits`, in an estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.preparation import INTEGER
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
+
+_IGNORED_LABEL = -100
+_LEARNING_RATE = 5e-5
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
+
+
+class NamedInputs(torch.nn.Module):
+    """A model that takes its inputs by name, as a module that takes them by position and returns the logits.
+
+    `model` is the model itself: `fitted.module.model`.
+    """
+
+    def __init__(self, model: torch.nn.Module, inputs: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.inputs = model, tuple(inputs)
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return outputs_in(self.model(**dict(zip(self.inputs, values, strict=True))))
+
+
+class ModelLoss(ModelStep):
+    """Calls a `NamedInputs` with its labels, for the loss that its model computes.
+
+    That loss is a mean over the labels other than -100, so workers are weighted by the numbers of these. A causal
+    language model has no loss for the first token of a row.
+
+    Args:
+        labels: the arguments of the model that are labels.
+        shifted: the model is a causal language model.
+        classes: the model takes class numbers as labels, one for each row.
+    """
+
+    decides = ("loss", "loss_weights", "sample_weight_col")
+    name = "the model"
+    normalised = True
+
+    def __init__(self, labels: Sequence[str], shifted: bool, classes: bool) -> None:
+        self._labels, self._shifted, self._classes = tuple(labels), shifted, classes
+        self.label_dtype = INTEGER if classes else None
+
+    def count(self, batch: TorchBatch) -> float:
+        label = batch.labels[0]
+        if label.is_floating_point():
+            return float(batch.rows)
+        counted = label[:, 1:] if self._shifted and label.dim() > 1 else label
+        return float((counted != _IGNORED_LABEL).sum())
+
+    def __call__(self, model: NamedInputs, batch: TorchBatch) -> ForwardResult:
+        inputs = dict(zip(model.inputs, batch.inputs, strict=True))
+        output = model.model(**inputs, **dict(zip(self._labels, batch.labels, strict=True)))
+        loss = getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise DataError(
+                f"{type(model.model).__name__} must return an object whose .loss is one number, not {loss!r:.200}; "
+                f"label_cols must be named as the arguments of its forward, and are {', '.join(self._labels)}"
+            )
+        count = self.count(batch)
+        total = loss.reshape(()) * count if count else loss.reshape(()).nan_to_num() * 0.0
+        whole = not batch.labels[0].is_floating_point()
+        rule = "argmax" if self._classes and whole else None
+        return ForwardResult(outputs_in(output), batch.labels, [total], [count], rule=rule)
+
+
+def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return the logits of a model's output; without logits, all of its tensors but the loss."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        return (logits,)
+    named = output.items() if isinstance(output, Mapping) else vars(output).items()
+    return tuple(value for name, value in named if name != "loss" and isinstance(value, torch.Tensor))
+
+
+def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an estimator that trains the model; `given` are those of the caller.
+
+    Raises:
+        InvalidSettingsError: The model or a setting does not fit.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidSettingsError(f"from_transformers needs a torch.nn.Module, not {model!r:.200}")
+    names = {name: _columns(given, name, example) for name, example in _EXAMPLES.items()}
+    config = getattr(model, "config", None)
+    shifted = hasattr(model, "loss_type") and model.loss_type in (None, *_SHIFTED)
+    shifted = shifted and not getattr(config, "is_encoder_decoder", False)
+    classes = getattr(model, "loss_type", None) == "ForSequenceClassification" and _has_classes(config)
+    settings = {
+        **given,
+        "model": NamedInputs(model, names["feature_cols"]),
+        "train_fn": ModelLoss(names["label_cols"], shifted, classes),
+        "feature_cols": [[name] for name in names["feature_cols"]],
+    }
+    if settings.get("optimizer") is None:
+        settings["optimizer"] = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    return settings
+
+
+_EXAMPLES = {"feature_cols": ["input_ids", "attention_mask"], "label_cols": ["labels"]}
+
+
+def _columns(given: Mapping[str, Any], setting: str, example: list[str]) -> list[str]:
+    value = given.get(setting)
+    names = [value] if isinstance(value, str) else list(value or ())
+    if not names or not all(isinstance(each, str) for each in names):
+        raise InvalidSettingsError(
+            f"{setting} must be names of columns that are arguments of the model's forward, such as {example}, not "
+            f"{value!r}"
+        )
+    return names
+
+
+def _has_classes(config: Any) -> bool:
+    problem = getattr(config, "problem_type", None)
+    return getattr(config, "num_labels", 1) > 1 and problem in (None, "single_label_classification")

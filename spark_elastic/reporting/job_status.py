@@ -1,0 +1,418 @@
+"""The state of a job as one JSON document: what the status page shows and `/status.json` returns.
+
+The driver's thread feeds a `StatusModel`; the thread of the status page reads it. However many workers, epochs and
+events a job has, the document stays below about 300 kB. docs/status_page.md lists its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic.membership import events as seen
+from spark_elastic.membership import timeline
+from spark_elastic.membership.states import WorkerState
+from spark_elastic.membership.topology import WorkerId
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.progress import Speed
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
+
+VERSION = 1
+"""Version of the document. Fields may be added within a version; one that is removed or changed raises it."""
+MEASURE_S = 0.9
+"""The shortest time between two measurements of a worker's steps."""
+MOST_EPOCHS = 400
+MOST_EPOCHS_KEPT = 10_000
+MOST_SIZES = 400
+MOST_EVENTS = 200
+MOST_HOSTS = 200
+MOST_WORKERS = 128
+MOST_VALUES = 40
+"""The loss and metrics of an epoch that are kept."""
+MOST_NAME = 200
+MOST_TEXT = 1000
+"""Characters of a name, and of a sentence, that are shown."""
+
+TRAINING = WorkerState.TRAINING.value
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker process as the driver knows it."""
+
+    worker: WorkerId
+    host: str
+    executor: str
+    rank: int | None
+    """Its rank in the newest world; None: it is not a member."""
+    state: str
+    """A name of `membership.states.WorkerState`."""
+    blocked_s: float | None
+    """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The membership machine's numbers, as in `ElasticJob.status()`."""
+
+    phase: str
+    round: int
+    ready: int
+    succeeded: int
+    failed: int
+    resets: int
+    steps: int | None
+
+
+@dataclass(slots=True)
+class _Heartbeats:
+    """What a worker's own messages say."""
+
+    heard_at: float
+    speed: Speed
+    steps: int | None = None
+    measured_at: float = float("-inf")
+
+
+class StatusModel:
+    """Collects what a job's status page shows and its timeline does not hold.
+
+    All times are of the process's monotonic clock.
+    """
+
+    def __init__(self, job: str, settings: ElasticSettings, now: float) -> None:
+        self._lock = threading.Lock()
+        self._job = job
+        self._settings = settings
+        self._began = now
+        self._ended: timeline.JobEnded | None = None
+        self._wait: timeline.Waiting | None = None
+        self._wait_began = now
+        self._heartbeats: dict[WorkerId, _Heartbeats] = {}
+        self._live: tuple[LiveProgress, Speed] | None = None
+        self._epochs: list[EpochEnded] = []
+        self._epoch_count = 0
+        self._sizes: list[tuple[float, int]] = [(now, 0)]  # the size of the world and when it changed to that
+
+    # --- input, from the driver's thread --------------------------------------------------------------
+
+    def observe(self, event: seen.Event, now: float) -> None:
+        """Store a heartbeat. Other events come as records."""
+        match event:
+            case seen.WorkerAlive(worker, version) | seen.WorkerReady(worker, _, version):
+                with self._lock:
+                    heard = self._heartbeats.get(worker)
+                    if heard is None:
+                        heard = self._heartbeats[worker] = _Heartbeats(now, Speed())
+                    heard.heard_at = now
+                    if version is not None:
+                        heard.steps = version.steps
+                        if now - heard.measured_at >= MEASURE_S:  # a few milliseconds apart, one step is no rate
+                            heard.measured_at = now
+                            heard.speed.note(now, version.steps)
+
+    def record(self, record: timeline.Record, size: int) -> None:
+        """Store a record of the timeline. `size`: the workers of the present world that are not gone."""
+        with self._lock:
+            match record:
+                case timeline.WorkerLeft(_, worker):
+                    self._heartbeats.pop(worker, None)
+                case timeline.Waiting():
+                    if self._wait is None or self._wait.wait.kind is not record.wait.kind:
+                        self._wait_began = record.at
+                    self._wait = record
+                case timeline.WorldStarted():
+                    self._wait = None
+                    for heard in self._heartbeats.values():
+                        heard.speed = Speed()
+                case timeline.JobEnded():
+                    self._wait = None
+                    self._ended = self._ended or record
+            if size != self._sizes[-1][1]:
+                self._sizes.append((record.at, size))
+                if len(self._sizes) > 2 * MOST_SIZES:
+                    self._sizes = _thin_steps(self._sizes, MOST_SIZES)
+
+    def live(self, message: LiveProgress, now: float) -> None:
+        """Store the progress within an epoch."""
+        with self._lock:
+            last = self._live
+            if last is not None and message.epoch < last[0].epoch:
+                return  # from a rank 0 that is gone
+            same = last is not None and (last[0].epoch, last[0].phase) == (message.epoch, message.phase)
+            speed = last[1] if last is not None and same else Speed()
+            speed.note(now, message.rows)
+            self._live = (message, speed)
+
+    def epoch(self, message: EpochEnded) -> None:
+        """Store the results of an epoch. A repetition, from a new rank 0, has no effect."""
+        with self._lock:
+            if self._epochs and message.epoch <= self._epochs[-1].epoch:
+                return
+            self._epoch_count += 1
+            if len(message.values) > MOST_VALUES:
+                few = dict(list(message.values.items())[:MOST_VALUES])
+                message = dataclasses.replace(message, values=few)
+            self._epochs.append(message)
+            if len(self._epochs) > MOST_EPOCHS_KEPT:
+                self._epochs = thin_epochs(self._epochs, MOST_EPOCHS_KEPT // 2)
+
+    # --- output, from any thread ----------------------------------------------------------------------
+
+    def document(
+        self,
+        totals: Totals,
+        workers: Sequence[WorkerStatus],
+        changes: Sequence[MembershipChange],
+        now: float,
+        wall: float,
+    ) -> Document:
+        """Return the document of this moment, made of values that JSON can express.
+
+        Args:
+            totals: The numbers of the membership machine.
+            workers: All workers that are not gone.
+            changes: The job's changes, with times in seconds since 1970.
+            now: The time on the monotonic clock.
+            wall: The same moment in seconds since 1970.
+        """
+        with self._lock:
+            to_wall = wall - now
+            settings, ended = self._settings, self._ended
+            by_worker = [(worker, self._heartbeats.get(worker.worker)) for worker in workers]
+            sizes = _thin_steps(self._sizes, MOST_SIZES)
+            return {
+                "version": VERSION,
+                "job": self._job,
+                "now": _rounded(wall),
+                "started": _rounded(self._began + to_wall),
+                "ended": None if ended is None else _rounded(ended.at + to_wall),
+                "phase": totals.phase if ended is None else ended.outcome,
+                "reason": "" if ended is None else _cut(ended.why.partition("\n")[0], MOST_TEXT),
+                "wait": self._wait_now(now),
+                "progress": self._progress(totals, by_worker, now),
+                "world": {
+                    "round": totals.round,
+                    "size": sizes[-1][1],
+                    "num_proc": settings.num_proc,
+                    "min_num_proc": settings.min_num_proc,
+                    "max_num_proc": settings.max_num_proc,
+                    "ready": totals.ready,
+                    "succeeded": totals.succeeded,
+                    "failed": totals.failed,
+                    "resets": totals.resets,
+                    "history": [[_rounded(at + to_wall), size] for at, size in sizes],
+                },
+                "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+                **_hosts(by_worker, now),
+                "epochs": {
+                    "count": self._epoch_count,
+                    "rows": [_epoch_row(each) for each in thin_epochs(self._epochs, MOST_EPOCHS)],
+                },
+                **_events(changes),
+            }
+
+    def _wait_now(self, now: float) -> Document | None:
+        if self._wait is None:
+            return None
+        deadline = self._wait.deadline
+        return {
+            "reason": _cut(self._wait.reason, MOST_TEXT),
+            "seconds": _rounded(now - self._wait_began),
+            "left_s": None if deadline is None else _rounded(max(deadline - now, 0.0)),
+        }
+
+    def _progress(
+        self, totals: Totals, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
+    ) -> Document:
+        over = self._ended is not None
+        known = sorted(rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None)
+        made: Document = {
+            "steps": totals.steps,
+            "steps_per_s": None if over or not known else _rounded(known[len(known) // 2]),
+            "epoch": None,
+            "epochs": None,
+            "phase": None,
+            "rows": None,
+            "rows_total": None,
+            "rows_per_s": None,
+            "left_s": None,
+            "values": {},
+        }
+        newest = self._epochs[-1] if self._epochs else None
+        if self._live is not None and (newest is None or self._live[0].epoch > newest.epoch):
+            live, speed = self._live
+            rate = None if over or self._wait is not None else speed.rate
+            made |= {
+                "epoch": live.epoch,
+                "epochs": live.epochs,
+                "phase": live.phase,
+                "rows": live.rows,
+                "rows_total": live.total,
+                "rows_per_s": None if rate is None else _rounded(rate),
+                "left_s": None if rate is None or not rate else self._left_s(live, rate),
+                "values": _plain_values(live.values),
+            }
+        elif newest is not None:
+            made |= {"epoch": newest.epoch, "epochs": newest.epochs, "values": _plain_values(newest.values)}
+            if self._live is not None:
+                total = self._live[0].total if self._live[0].phase == "train" else None
+                made |= {"rows": total, "rows_total": total}
+        return made
+
+    def _left_s(self, live: LiveProgress, rate: float) -> float | None:
+        """Estimate the time until the end of the last epoch: from the finished epochs, or else from this rate."""
+        fraction = 1 - live.rows / live.total if live.total else 1.0
+        rest = live.epochs - live.epoch - 1
+        recent = [each.seconds for each in self._epochs[-5:]]
+        if recent:
+            share = fraction if live.phase == "train" else 0.0
+            return _rounded((share + rest) * sum(recent) / len(recent))
+        return _rounded((fraction + rest) * live.total / rate) if live.phase == "train" else None
+
+
+def _hosts(workers: Sequence[tuple[WorkerStatus, _Heartbeats | None]], now: float) -> Document:
+    """Return the workers by host and, if they are not too many, one by one."""
+    by_host: dict[str, list[tuple[WorkerStatus, _Heartbeats | None]]] = {}
+    for worker, heard in workers:
+        by_host.setdefault(worker.host, []).append((worker, heard))
+    rows = [_host_row(host, here, now) for host, here in by_host.items()]
+    rows.sort(key=lambda row: (row["first_rank"] is None, row["first_rank"] or 0, row["host"]))
+    few = len(workers) <= MOST_WORKERS
+    ordered = sorted(workers, key=lambda each: (each[0].rank is None, each[0].rank or 0, each[0].worker))
+    return {
+        "hosts": {"count": len(rows), "rows": rows[:MOST_HOSTS]},
+        "workers": {
+            "count": len(workers),
+            "rows": [_worker_row(*each, now) for each in ordered] if few else [],
+        },
+    }
+
+
+def _host_row(host: str, workers: Sequence[tuple[WorkerStatus, _Heartbeats | None]], now: float) -> Document:
+    rates = [rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None]
+    ages = [now - heard.heard_at for _, heard in workers if heard is not None]
+    blocked = [worker.blocked_s for worker, _ in workers if worker.blocked_s is not None]
+    ranks = [worker.rank for worker, _ in workers if worker.rank is not None]
+    states = Counter(worker.state for worker, _ in workers)
+    return {
+        "host": _cut(host, MOST_NAME),
+        "first_rank": min(ranks, default=None),
+        "executors": len({worker.executor for worker, _ in workers}),
+        "workers": len(workers),
+        "training": states[TRAINING],
+        "states": dict(states),
+        "steps_per_s": _rounded(sum(rates) / len(rates)) if rates else None,
+        "heartbeat_age_s": _rounded(max(ages)) if ages else None,
+        "blocked_s": _rounded(max(blocked)) if blocked else None,
+    }
+
+
+def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> Document:
+    rate = _rate(worker, heard, now)
+    return {
+        "worker": worker.worker,
+        "rank": worker.rank,
+        "host": _cut(worker.host, MOST_NAME),
+        "executor": _cut(worker.executor, MOST_NAME),
+        "state": worker.state,
+        "steps": None if heard is None else heard.steps,
+        "steps_per_s": None if rate is None else _rounded(rate),
+        "heartbeat_age_s": None if heard is None else _rounded(now - heard.heard_at),
+        "blocked_s": None if worker.blocked_s is None else _rounded(worker.blocked_s),
+    }
+
+
+def _rate(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> float | None:
+    """Return the steps a second of a worker; None: it does not train, is silent, or the rate is not known yet."""
+    if heard is None or worker.state != TRAINING or now - heard.heard_at > Speed.WINDOW_S:
+        return None
+    return heard.speed.rate
+
+
+def _events(changes: Sequence[MembershipChange]) -> Document:
+    newest = changes[-MOST_EVENTS:]
+    return {
+        "events": {
+            "count": len(changes),
+            "kinds": dict(Counter(change.kind for change in changes)),
+            "steps_lost": sum(change.steps_lost or 0 for change in changes),
+            "pause_s": _rounded(sum(change.pause_s or 0.0 for change in changes)),
+            "rows": [
+                {
+                    "time": _rounded(change.at),
+                    "kind": change.kind,
+                    "text": _cut(str(change), MOST_TEXT),
+                    "before": change.before,
+                    "after": change.after,
+                    "pause_s": None if change.pause_s is None else _rounded(change.pause_s),
+                    "steps_lost": change.steps_lost,
+                    "lasted_s": None if change.lasted_s is None else _rounded(change.lasted_s),
+                }
+                for change in newest
+            ],
+        }
+    }
+
+
+def _epoch_row(message: EpochEnded) -> Document:
+    return {"epoch": message.epoch, "seconds": _rounded(message.seconds), "values": _plain_values(message.values)}
+
+
+def thin_epochs(epochs: Sequence[EpochEnded], most: int) -> list[EpochEnded]:
+    """Return at most `most` epochs, evenly spread, so that the extremes of the loss remain visible.
+
+    Of each stretch, the epochs with the smallest and the largest value of the first column are kept; the first and
+    the last epoch always are.
+    """
+    if len(epochs) <= most:
+        return list(epochs)
+    stretches = most // 2 - 1
+    inner = epochs[1:-1]
+    kept = [epochs[0]]
+    for number in range(stretches):
+        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+        ends = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
+        kept += [each for each in stretch if each.epoch in ends]
+    return [*kept, epochs[-1]]
+
+
+def _first_value(message: EpochEnded) -> float:
+    value = next(iter(message.values.values()), 0.0)
+    return value if math.isfinite(value) else math.inf
+
+
+def _thin_steps(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
+    """Return at most `most` points of a step function: of each stretch the smallest size and the last one."""
+    if len(points) <= most:
+        return list(points)
+    stretches = most // 2 - 1
+    inner = points[1:-1]
+    kept = [points[0]]
+    for number in range(stretches):
+        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+        smallest = min(stretch, key=lambda point: point[1])
+        kept += [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
+    return [*kept, points[-1]]
+
+
+def _plain_values(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Return values that JSON can express: None for NaN and infinity."""
+    few = list(values.items())[:MOST_VALUES]
+    return {_cut(name, MOST_NAME): float(f"{value:.6g}") if math.isfinite(value) else None for name, value in few}
+
+
+def _rounded(value: float) -> float:
+    return round(value, 3)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,0 +1,49 @@
+"""The traceback of an exception in the user's function, reduced to the frames in which the user can look for it."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+
+ALL_FRAMES_SETTING = "SPARK_ELASTIC_ALL_FRAMES"
+"""The environment variable by which the driver asks for tracebacks with all frames (`verbose=2`)."""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def format_error(error: BaseException, *, all_frames: bool) -> str:
+    """Return an exception as Python prints it, with its causes.
+
+    Without `all_frames` there are no frames of this package, and none of other packages above the first of the user's:
+    the calls of a framework between `fit` and a loss function tell nothing about the function. Calls that the user's
+    own code makes are shown. A traceback without any frame of the user's keeps those of other packages.
+    """
+    described = traceback.TracebackException.from_exception(error)
+    if not all_frames:
+        for each in _chain(described):
+            each.stack = _users(each.stack)
+    return "".join(described.format())
+
+
+def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an exception, its causes, its contexts and the members of groups."""
+    yield error
+    for other in (error.__cause__, error.__context__):
+        if other is not None:
+            yield from _chain(other)
+    for member in getattr(error, "exceptions", None) or ():
+        yield from _chain(member)
+
+
+def _users(frames: Sequence[traceback.FrameSummary]) -> traceback.StackSummary:
+    others = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    first = next((at for at, frame in enumerate(others) if not _is_installed(frame.filename)), 0)
+    # a traceback without any other frame than ours is one of a fault in this package
+    return traceback.StackSummary.from_list(others[first:] or list(frames))
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(part in file.split(os.sep) for part in _INSTALLED)

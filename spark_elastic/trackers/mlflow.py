@@ -1,0 +1,300 @@
+"""MLflowCallback: report a fit to MLflow, from the driver, without ever stopping or delaying the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from spark_elastic import clock
+from spark_elastic.errors import InvalidSettingsError, MissingExtraError
+from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.history import Row
+from spark_elastic.trackers import mlflow_models
+from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
+
+log = logging.getLogger("spark_elastic.mlflow")
+
+NOT_METRICS = ("epoch", "ended")
+RETRY_AFTER_S = 10.0
+"""Time after a failure before the tracking server is tried again."""
+_NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
+MODELS = ("native", "spark")
+
+
+class MLflowCallback(DriverCallback):
+    """Logs settings, epochs, changes of the workers, the plot and the model of a fit to MLflow.
+
+    If a run is active on the thread that calls `fit`, that run is logged to and left active; otherwise the callback
+    starts one and ends it. The tracking server is the one of `mlflow.set_tracking_uri`. If it cannot be reached, there
+    is one warning, the training continues, and what was not logged is sent once the server is back, at the latest at
+    the end of the fit.
+
+    Args:
+        run_name: Name of a run that is started.
+        experiment_name: Experiment of a run that is started. Default: the active one.
+        nested: Start a run below the active one, instead of logging to that: for several fits in one run.
+        tags: Tags of the run.
+        log_models: "native": the trained module or Keras model as `native_model`, with a signature, which loads without
+            Spark; "spark": the Spark model as `spark_model`. [] for none.
+        registered_model_name: Name under which the native model is registered (the Spark model, if only that is
+            logged).
+
+    Raises:
+        MissingExtraError: MLflow is not installed (extra `mlflow`).
+        InvalidSettingsError: An argument is invalid.
+    """
+
+    decides_within_s = 0.0
+
+    def __init__(
+        self,
+        *,
+        run_name: str | None = None,
+        experiment_name: str | None = None,
+        nested: bool = False,
+        tags: Mapping[str, str] | None = None,
+        log_models: Sequence[str] = MODELS,
+        registered_model_name: str | None = None,
+    ) -> None:
+        check_installed()
+        kinds = [log_models] if isinstance(log_models, str) else list(log_models)
+        if unknown := [each for each in kinds if each not in MODELS]:
+            raise InvalidSettingsError(f'log_models must be a list of "native" and "spark", not {unknown[0]!r}')
+        self.run_name = run_name
+        self.experiment_name = experiment_name
+        self.nested = nested
+        self.tags = dict(tags or {})
+        self.log_models = tuple(kinds)
+        self.registered_model_name = registered_model_name
+        self.log_settings = True
+        self._fits = threading.local()
+        """The fit of each thread: all events of a fit come on one."""
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that this thread's newest fit was logged to; None before, and if none could be started."""
+        fit: MLflowFit | None = getattr(self._fits, "present", None)
+        return None if fit is None else fit.run_id
+
+    def on_fit_start(self, run: DriverRun) -> None:
+        self._fits.present = fit = MLflowFit(self, run)
+        fit.begin()
+
+    def on_epoch_end(self, row: Row) -> None:
+        self._fits.present.epoch(row)
+
+    def on_membership_change(self, change: MembershipChange) -> None:
+        self._fits.present.change(change)
+
+    def on_fit_end(self, result: DriverResult) -> None:
+        self._fits.present.end(result)
+
+
+class MLflowFit:
+    """One fit's way into MLflow: a queue of what is to be logged, and the run that it goes to.
+
+    What cannot be sent because the server cannot be reached stays in the queue, with its times.
+    """
+
+    def __init__(self, callback: MLflowCallback, run: DriverRun) -> None:
+        self._callback = callback
+        self._run = run
+        self._owns_run = False
+        self._client: Any = None
+        self.run_id: str | None = None
+        self._queue: list[tuple[str, Callable[[], None]]] = []
+        """What is to be logged: its name for people, and the call that does it."""
+        self._retry_at = 0.0
+        self._is_without_run = False
+        """The server has refused the run itself, so there is nothing to log to."""
+        self._warned: set[str] = set()
+        """What a warning was written about; "" for the server as a whole."""
+        self._workers: int | None = None
+        self._epochs = 0
+        """The epoch that follows those that were reported: the step of what happens meanwhile."""
+
+    def begin(self) -> None:
+        self._log("the run", self._start_run)
+        if self._callback.log_settings:
+            self._log("the settings", self._log_settings)
+        tags = {"spark_elastic.resumed": str(self._run.resumed).lower(), **self._callback.tags}
+        self._log("the tags", lambda: self._set_tags(tags))
+
+    def epoch(self, row: Row) -> None:
+        self._epochs = int(row["epoch"]) + 1
+        values = {name: float(value) for name, value in row.items() if name not in NOT_METRICS and value is not None}
+        if self._workers is not None:
+            values["workers"] = self._workers  # at each epoch, or a chart would draw a slope between two changes
+        self._log("an epoch", lambda: self._log_metrics(values, int(row["epoch"]), float(row["ended"])))
+
+    def change(self, change: MembershipChange) -> None:
+        step, self._workers = self._epochs, change.after
+        self._log("the workers", lambda: self._log_metrics({"workers": change.after}, step, change.at))
+        if change.kind not in ("finished", "failed"):
+            self._log("a change", lambda: self._set_tags({"spark_elastic.last_change": str(change)}))
+
+    def end(self, result: DriverResult) -> None:
+        self._retry_at = 0.0
+        self._log("the events", lambda: self._log_events(result))
+        if result.model is not None:
+            self._log("the plot", lambda: self._log_plot(result.model))
+            self._log("the model", lambda: self._log_models(result.model))
+        self._log("the end of the run", lambda: self._end_run(result.error))
+        if self._queue:
+            log.warning(
+                "the MLflow run of this fit is incomplete: %s could not be logged, because the tracking server cannot "
+                "be reached",
+                ", ".join(dict.fromkeys(name for name, _ in self._queue)),
+            )
+            self._leave_run()
+
+    # --- the queue --------------------------------------------------------------------------------
+
+    def _log(self, name: str, call: Callable[[], None]) -> None:
+        """Queue a call, and do what is queued as far as the server can be reached."""
+        if self._is_without_run:
+            return
+        self._queue.append((name, call))
+        if clock.monotonic() < self._retry_at:
+            return
+        with quick_requests():
+            while self._queue:
+                name, call = self._queue[0]
+                uri = _mlflow().get_tracking_uri()
+                if not is_reachable(uri):
+                    self._wait_for_server(uri, "it accepts no connection")
+                    return
+                try:
+                    call()
+                except Exception as error:
+                    if not is_reachable(uri):  # it went away meanwhile
+                        self._wait_for_server(uri, f"{type(error).__name__}: {error}")
+                        return
+                    if name not in self._warned:
+                        self._warned.add(name)
+                        log.warning("%s could not be logged to MLflow: %s: %s", name, type(error).__name__, error)
+                    if self.run_id is None:
+                        self._is_without_run = True
+                        self._queue.clear()
+                        return
+                self._queue.pop(0)
+
+    def _wait_for_server(self, uri: str, why: str) -> None:
+        self._retry_at = clock.monotonic() + RETRY_AFTER_S
+        if "" not in self._warned:
+            self._warned.add("")
+            log.warning(
+                "the MLflow tracking server %s cannot be reached (%s); the training continues, and what is not logged "
+                "now is logged when the server is back, at the latest at the end of the fit",
+                uri,
+                why,
+            )
+
+    # --- calls of MLflow --------------------------------------------------------------------------
+
+    def _start_run(self) -> None:
+        mlflow, callback = _mlflow(), self._callback
+        active = mlflow.active_run()
+        if active is None or callback.nested:
+            experiment = None
+            if callback.experiment_name is not None:
+                experiment = _experiment_id(callback.experiment_name)
+            active = mlflow.start_run(run_name=callback.run_name, experiment_id=experiment, nested=active is not None)
+            self._owns_run = True
+        self._client = mlflow.MlflowClient()
+        self.run_id = active.info.run_id
+
+    def _log_settings(self) -> None:
+        from mlflow.entities import Param
+
+        client = self._client
+        there = client.get_run(self.run_id).data.params  # of autologging, or of an earlier fit: they cannot be changed
+        params = {"estimator": self._run.name, **self._run.settings}
+        new = [Param(name, str(value)) for name, value in params.items() if name not in there]
+        for start in range(0, len(new), 100):
+            client.log_batch(self.run_id, params=new[start : start + 100])
+
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(name, value[:5000]) for name, value in tags.items()])
+
+    def _log_metrics(self, values: Mapping[str, float], step: int, at: float) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), value, int(1000 * at), step) for name, value in values.items()]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def _log_events(self, result: DriverResult) -> None:
+        client = self._client
+        client.log_dict(self.run_id, {"events": [dict(event) for event in result.events]}, "spark_elastic/events.json")
+        text = "\n".join(f"{event['seconds']:9.1f} s  {event['text']}" for event in result.events)
+        client.log_text(self.run_id, f"{text}\n", "spark_elastic/events.txt")
+        kinds = [event["kind"] for event in result.events]
+        tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
+        if result.stopped:
+            tags["spark_elastic.stopped"] = result.stopped
+        if result.error is not None:
+            tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
+        self._set_tags(tags)
+
+    def _log_plot(self, model: Any) -> None:
+        try:
+            figure = model.plot()
+        except MissingExtraError:
+            return  # without the extra `plot` there is no picture
+        self._client.log_figure(self.run_id, figure, "spark_elastic/plot.png")
+
+    def _log_models(self, model: Any) -> None:
+        name = self._callback.registered_model_name
+        if "native" in self._callback.log_models:
+            mlflow_models.log_native(model, name)
+            name = None
+        if "spark" in self._callback.log_models:
+            mlflow_models.log_spark(model, name)
+
+    def _end_run(self, error: BaseException | None) -> None:
+        if self._owns_run:
+            status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            _mlflow().end_run(status)
+
+    def _leave_run(self) -> None:
+        """Take a run that could not be ended off this thread's stack, or the next fit would be logged to it."""
+        if self._owns_run:
+            with contextlib.suppress(Exception), quick_requests():
+                _mlflow().end_run("FAILED")
+
+
+def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallback]:
+    """Return a callback that logs epochs and workers to the run of autologging; none if a `MLflowCallback` is given."""
+    if any(isinstance(each, MLflowCallback) for each in given) or _mlflow().active_run() is None:
+        return []
+    callback = MLflowCallback(log_models=[])
+    callback.log_settings = False
+    return [callback]
+
+
+def _experiment_id(name: str) -> str:
+    client = _mlflow().MlflowClient()
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found is not None else client.create_experiment(name))
+
+
+def _mlflow() -> Any:
+    return import_module("mlflow")
+
+
+def check_installed() -> None:
+    """Raise `MissingExtraError` if MLflow is not installed."""
+    try:
+        _mlflow()
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "mlflow":
+            raise
+        raise MissingExtraError(what="MLflowCallback", package="mlflow", extra="mlflow") from None

@@ -1,0 +1,154 @@
+"""Estimators on a Spark Connect server: fit, transform, Spark ML's tools, saved models."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
+
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, materialize
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.spark_connect import SentFile
+from spark_elastic.errors import CheckpointError, DataError, DatasetError
+from tests.integration.connect.server import ConnectServer
+from tests.integration.processes import GONE_S, assert_gone
+from tests.leftovers import Before
+
+ROWS = 600
+
+
+@pytest.fixture(scope="module")
+def server(connect_mode):
+    with ConnectServer("local[3]") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def session(server):
+    session = server.session()
+    kind = type(session)
+    kind._set_default_and_active_session(session)
+    yield session
+    kind._default_session = kind._active_session.session = None
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server, session):
+    before = Before()
+    yield
+    assert_gone(server.workers, GONE_S)
+    before.assert_no_threads_left()
+
+
+@pytest.fixture(scope="module")
+def points(session):
+    terms = "cast(id % 7 as float) as `a.b`", "cast(id % 5 as float) as z", "cast((id % 7) * 2 + id % 5 as float) as y"
+    return session.range(0, ROWS).selectExpr(*terms)
+
+
+def estimator(**changes):
+    torch.manual_seed(3)
+    net = changes.pop("net", None) or torch.nn.Linear(2, 1)
+    settings = {
+        "model": net,
+        "optimizer": torch.optim.Adam(net.parameters(), lr=0.1),
+        "loss": torch.nn.MSELoss(),
+        "feature_cols": ["a.b", "z"],
+        "label_cols": ["y"],
+        "epochs": 4,
+        "num_proc": 2,
+        "verbose": 0,
+        **changes,
+    }
+    return ElasticTorchEstimator(**settings)
+
+
+@pytest.fixture(scope="module")
+def model(points):
+    wide = torch.nn.Sequential(torch.nn.Linear(2, 300), torch.nn.ReLU(), torch.nn.Linear(300, 300), torch.nn.ReLU())
+    wide.append(torch.nn.Linear(300, 1))
+    return estimator(net=wide, optimizer=torch.optim.Adam(wide.parameters(), lr=0.01)).fit(points)
+
+
+def rmse(predicted):
+    return RegressionEvaluator(labelCol="y", metricName="rmse").evaluate(predicted)
+
+
+def test_fitted_model_predicts_on_the_executors(model, points):
+    predicted = model.transform(points)
+    assert rmse(predicted) < 1.0
+    assert predicted.columns == ["a.b", "z", "y", "output", "prediction"]
+    assert isinstance(model._shipments.popitem()[1][1], SentFile)  # too large to travel in each query
+
+
+def test_saved_model_is_loaded_and_predicts_the_same(model, points, tmp_path):
+    path = str(tmp_path / "model")
+    model.save(path)
+    with pytest.raises(CheckpointError, match="exists; save to another path"):
+        model.save(path)
+    model.write().overwrite().save(path)
+    loaded = ElasticTorchModel.load(path)
+    few = points.limit(20)
+    assert loaded.transform(few).collect() == model.transform(few).collect()
+    (tmp_path / "model/data").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"is incomplete: data/.* is missing"):
+        ElasticTorchModel.load(path)
+
+
+def test_cross_validator_fits_folds_and_is_saved(points, tmp_path):
+    one = estimator(num_proc=1)
+    grid = ParamGridBuilder().addGrid(one.epochs, [8]).build()
+    validator = CrossValidator(
+        estimator=one, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="y"), numFolds=2, parallelism=2
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = validator.fit(points)
+    assert fitted.avgMetrics[0] < 4.0  # the standard deviation of y is 4.3
+    fitted.save(str(tmp_path / "validator"))
+    best = CrossValidatorModel.load(str(tmp_path / "validator")).bestModel
+    assert rmse(best.transform(points)) == pytest.approx(rmse(fitted.bestModel.transform(points)))
+
+
+def test_rows_are_materialised_once_under_a_name(points, tmp_path):
+    settings = {"store": tmp_path, "dataset_id": "points", "verbose": 0}
+    written = materialize(points, {"x": ["a.b", "z"], "y": "y"}, **settings)
+    assert written.rows("train") == ROWS
+    manifest = written.store.local_path(MANIFEST_NAME)
+    before = manifest.stat().st_mtime_ns
+    assert materialize(points, {"x": ["a.b", "z"], "y": "y"}, **settings).store.url == written.store.url
+    assert manifest.stat().st_mtime_ns == before
+    with pytest.raises(DatasetError, match="was written with other settings"):
+        materialize(points, {"x": ["a.b"], "y": "y"}, **settings)
+
+
+def test_rows_that_cannot_be_stored_are_named(session, points):
+    damaged = session.range(0, 10).selectExpr("cast(if(id = 7, null, id) as float) as `a.b`", "1f as z", "1f as y")
+    with pytest.raises(DataError, match=r"'a\.b'.*null"):
+        estimator().fit(damaged)
+    failing = points.selectExpr("`a.b`", "assert_true(z < 4) is null as q", "z", "y").filter("q")
+    with pytest.raises(DataError, match="could not be written"):
+        estimator(data_options={"allow_nan": False}).fit(failing)
+
+
+def test_keras_estimator_fits_and_predicts(points):
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("tensorflow")
+    from spark_elastic import ElasticKerasEstimator
+
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    fitted = ElasticKerasEstimator(
+        model=net,
+        optimizer=keras.optimizers.Adam(0.1),
+        loss="mse",
+        feature_cols=["a.b", "z"],
+        label_cols=["y"],
+        epochs=4,
+        num_proc=2,
+        verbose=0,
+    ).fit(points)
+    assert len(fitted.history) == 4
+    assert rmse(fitted.transform(points)) < rmse(points.selectExpr("y", "0d as prediction"))

@@ -1,0 +1,158 @@
+"""`run` on a Spark Connect server: kills, cancellation, large functions and results, errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc")
+
+import spark_elastic
+from spark_elastic.driver import preflight
+from spark_elastic.errors import DriverUnreachableError, JobCancelledError, NotEnoughSlotsError
+from spark_elastic.membership.timeline import WorldStarted
+from tests.integration.connect.server import ConnectServer
+from tests.integration.processes import GONE_S, assert_gone, wait_until
+from tests.integration.spark.conftest import finished, nothing_imported_ahead
+from tests.integration.spark.diary import Diary
+from tests.integration.spark.training import train
+from tests.leftovers import Before
+
+PROMPT = {"start_timeout": 120, "elastic_timeout": 90, "heartbeat_timeout": 20, "cooldown_range": (0.05, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ConnectServer("local[3]") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def session(server):
+    return server.session()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server, session):
+    before = Before()
+    yield
+    assert_gone(server.workers, GONE_S)
+    before.assert_no_threads_left()
+
+
+def start_training(session, folder, **settings):
+    job = spark_elastic.run_async(train, (str(folder),), spark=session, **{**PROMPT, **settings})
+    return job, Diary(folder)
+
+
+def test_training_survives_the_kill_of_a_worker_and_of_an_agent(session, tmp_path):
+    job, diary = start_training(session, tmp_path, num_proc=2, min_num_proc=1)
+    world = diary.wait_for_world(2)
+    os.kill(world[0]["pid"], signal.SIGKILL)
+    world = diary.wait_for_world(2, after=world[0]["round"])
+    agent = int(Path(f"/proc/{world[1]['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)  # the Python worker of the Spark task; its query fails with it
+    diary.wait_for_world(2, after=world[0]["round"])
+    assert len(finished(job, diary)) == 2
+    assert len([each for each in job.events() if isinstance(each, WorldStarted)]) >= 3
+
+
+def test_cancelled_training_ends_within_seconds(server, session, tmp_path):
+    job, diary = start_training(session, tmp_path, num_proc=2)
+    diary.wait_for_world(2)
+    began = time.monotonic()
+    job.cancel()
+    assert_gone(server.workers, 5.0)
+    assert job.done()
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(JobCancelledError):
+        job.result(1)
+
+
+def test_large_function_and_large_results_do_not_travel_in_one_message(session):
+    given = os.urandom(8 << 20)  # the server puts at most 4 MiB of rows into a message
+
+    def reverse():
+        return given[::-1]
+
+    with nothing_imported_ahead():
+        assert spark_elastic.run(reverse, num_proc=2, spark=session, verbose=0) == [given[::-1]] * 2
+
+
+def test_exception_of_the_function_is_the_one_of_classic_spark(session):
+    def fail():
+        raise ValueError("no such column: price")
+
+    with nothing_imported_ahead(), pytest.raises(spark_elastic.errors.UserFunctionError, match="no such column: price"):
+        spark_elastic.run(fail, num_proc=2, spark=session, verbose=0)
+
+
+def test_address_that_executors_do_not_reach_is_an_error_within_10_s(session):
+    began = time.monotonic()
+    with pytest.raises(DriverUnreachableError, match=r"192\.0\.2\.1: .*name the address .*driver_host="):
+        spark_elastic.run(lambda: None, num_proc=1, spark=session, driver_host="192.0.2.1", verbose=0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_driver_listens_at_the_port_that_was_given(session, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job, diary = start_training(session, tmp_path, num_proc=1, driver_port=port)
+    diary.wait_for_world(1)
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    assert len(finished(job, diary)) == 1
+
+
+_PROGRAM = """
+import sys, time
+import spark_elastic
+from pyspark.sql import SparkSession
+
+def wait():
+    time.sleep(600)
+
+spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()
+spark_elastic.run(wait, num_proc=2, verbose=0)
+"""
+
+
+def test_interrupted_program_leaves_no_query_behind(server, session):
+    program = subprocess.Popen([sys.executable, "-c", _PROGRAM, server.url], stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(server.workers()) >= 2, 60, "the workers run")
+        program.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in program.communicate(timeout=15)[1]
+    finally:
+        program.kill()
+        program.wait()
+    assert_gone(server.workers, GONE_S)
+    with nothing_imported_ahead():  # in all slots, so no query has kept one
+        assert spark_elastic.run(lambda: 1, num_proc=3, spark=session, start_timeout=10, verbose=0) == [1, 1, 1]
+
+
+def test_more_workers_than_slots_is_an_error_at_once(session):
+    with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[3\] has 3"):
+        spark_elastic.run(lambda: None, num_proc=5, spark=session, verbose=0)
+
+
+def test_number_of_workers_is_that_of_the_slots_by_default(session):
+    with nothing_imported_ahead():
+        assert spark_elastic.run(lambda: 1, spark=session, verbose=0) == [1, 1, 1]
+
+
+def test_active_connect_session_is_used_without_spark(session, monkeypatch):
+    monkeypatch.setattr(type(session), "_default_session", session)
+    assert preflight.check_spark() is session
+
+
+def test_settings_of_spark_connect_are_refused_by_other_sessions(monkeypatch):
+    monkeypatch.setattr(preflight, "check_spark", lambda spark: object())
+    with pytest.raises(spark_elastic.errors.InvalidSettingsError, match=r"driver_host is for Spark Connect"):
+        spark_elastic.run(lambda: None, num_proc=1, driver_host="10.0.0.1")

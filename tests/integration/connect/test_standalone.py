@@ -1,0 +1,116 @@
+"""A Spark Connect server on a standalone cluster: executors die and come back while workers train on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import spark_elastic
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.diagnostics.findings import PROBLEM
+from spark_elastic.driver.connect.discovery import ConnectDiscovery
+from tests.integration.connect.server import ConnectServer
+from tests.integration.connect.test_run import PROMPT
+from tests.integration.processes import GONE_S, assert_gone, wait_for_file, wait_until
+from tests.integration.spark.conftest import finished
+from tests.integration.spark.diary import Diary
+from tests.integration.spark.training import train
+from tests.leftovers import Before
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def server(connect_mode):
+    with ConnectServer(workers=2, settings={"spark.executor.cores": "1"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def session(server):
+    return server.session()
+
+
+def start(session, folder, **settings):
+    job = spark_elastic.run_async(train, (str(folder),), spark=session, **{**PROMPT, **settings})
+    return job, Diary(folder)
+
+
+def test_training_goes_on_without_a_killed_executor_and_uses_its_replacement(server, session, tmp_path):
+    before = Before()
+    wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")
+    assert ConnectDiscovery(session).slots() == 2
+    job, diary = start(session, tmp_path, num_proc=2, min_num_proc=1)
+    world = diary.wait_for_world(2)
+    os.kill(server.executors()[server.executor_of(world[1]["pid"])], signal.SIGKILL)
+    world = diary.wait_for_world(1, after=world[0]["round"])
+    diary.wait_for_world(2, after=world[0]["round"])  # the cluster has started another executor
+    assert len(finished(job, diary)) == 2
+    assert_gone(server.workers, GONE_S)
+    before.assert_no_threads_left()
+
+
+def test_model_is_that_of_a_fit_in_which_no_executor_was_killed(server, session, tmp_path):
+    before = Before()
+    points = session.range(0, 1000, 1, 2).selectExpr("cast(id % 7 - 3 as float) as x", "cast(id % 5 - 2 as float) as z")
+    points = points.selectExpr("x", "z", "cast(x * 2 - z as float) as y")
+
+    def fit(name, epochs, **changes):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        settings = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.05), "loss": torch.nn.MSELoss()}
+        settings |= {"feature_cols": ["x", "z"], "label_cols": ["y"], "batch_size": 50, "epochs": epochs, "verbose": 0}
+        settings |= {"store": str(tmp_path), "checkpoint_dir": str(tmp_path / name), "run_id": "a", "num_proc": 2}
+        return ElasticTorchEstimator(**settings, **changes).fit(points)
+
+    wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")
+    undisturbed = fit("undisturbed", 40)
+    killed = []
+
+    def kill():
+        wait_for_file(tmp_path / "disturbed", "checkpoint.json", 200, "the first checkpoint")
+        killed.append(next(iter(server.executors().values())))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    (tmp_path / "disturbed").mkdir()
+    killer.start()
+    model = fit("disturbed", 40, min_num_proc=1)
+    killer.join()
+    assert killed
+    assert [event for event in model.events if event["kind"] == "lost"]
+    assert len(model.history) == 40
+    assert np.allclose(model.history["loss"], undisturbed.history["loss"], atol=5e-3)
+    rows = points.limit(50)
+    ours, theirs = ([row.prediction for row in each.transform(rows).collect()] for each in (model, undisturbed))
+    assert np.allclose(ours, theirs, atol=5e-2)
+    assert_gone(server.workers, GONE_S)
+    before.assert_no_threads_left()
+
+
+def test_doctor_looks_at_the_executors_through_queries(server, session, tmp_path):
+    before = Before()
+    wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")
+    report = spark_elastic.doctor(session, store=str(tmp_path), num_proc=2)
+    assert report.ok, report
+    assert list(tmp_path.iterdir()) == []
+    assert "2 executors answered, with 2 of 2 tasks" in report.of("executors")[0].says
+    expected = {
+        *("java", "Spark", "packages", "task slots", "executors", "package on executors", "executors → driver"),
+        *("driver → executors", "executors ↔ executors", "storage", "clocks", "limits", "torch on executors"),
+    }
+    assert expected <= {finding.check for finding in report.findings}
+    before.assert_no_threads_left()
+    command = [sys.executable, "-m", "spark_elastic", "doctor", "--json", "--remote", server.url, "-np", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    (problem,) = [each for each in json.loads(done.stdout)["findings"] if each["level"] == PROBLEM]
+    assert problem["says"] == "2 task slots, busy or not; 3 are needed"

@@ -1,0 +1,254 @@
+"""Callbacks on the driver during real trainings whose workers are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spark_elastic
+from spark_elastic import DriverCallback, LocalLauncher
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.errors import JobCancelledError
+from spark_elastic.ml.callbacks import Callback
+from tests.integration.local.driver_fits import Killing, Pids, Watch, estimator
+from tests.integration.processes import GONE_S, MARK, assert_gone, marked, wait_until
+from tests.leftovers import Before
+from tests.unit.ml.torch.estimators import make_net, make_set
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_set(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    mark, before = uuid.uuid4().hex, Before()
+    os.environ[MARK] = mark
+    yield
+    del os.environ[MARK]
+    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, GONE_S)
+    before.assert_nothing_left()
+
+
+def test_each_epoch_is_reported_once_although_rank_0_is_killed_while_it_asks(rows: Dataset, tmp_path: Path) -> None:
+    callback = Killing(tmp_path, (1, 2), stop_at=3)
+    model = estimator(Pids(tmp_path), callback, epochs=6, num_proc=3).from_dataset_path(rows)
+    assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3]
+    assert len(model.history) == 4, "the training ended after the epoch whose row was answered with a reason"
+    for told, kept in zip(callback.rows, model.history, strict=True):
+        assert {**told, "seconds": 0, "ended": 0} == {**kept, "seconds": 0, "ended": 0}
+    assert callback.threads == {threading.current_thread().name}
+    kinds = [change.kind for change in callback.changes]
+    assert kinds[0] == "started"
+    assert kinds.count("lost") == 2
+    assert kinds[-1] == "finished"
+    (result,) = callback.results
+    assert (result.model, result.error, result.stopped) == (model, None, "enough")
+    (run,) = callback.runs
+    assert run.epochs == 6
+    assert run.settings["batch_size"] == 16
+    assert "checkpoint_dir" not in run.settings
+
+
+class Pruned(Exception):
+    pass
+
+
+class Raising(Watch):
+    def __init__(self, event: str) -> None:
+        super().__init__()
+        self.error = Pruned(event)
+        setattr(self, event, self.throw)
+
+    def throw(self, about: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["on_fit_start", "on_epoch_end", "on_membership_change", pytest.param("on_fit_end", marks=pytest.mark.soak)],
+)
+def test_error_of_a_callback_ends_the_fit_as_itself_and_leaves_nothing(event: str, rows: Dataset) -> None:
+    callback, other = Raising(event), Watch()
+    with pytest.raises(Pruned) as raised:
+        estimator(other, callback, num_proc=1).from_dataset_path(rows)
+    assert raised.value is callback.error
+    assert len(other.results) == 1
+    assert other.results[0].error is (None if event == "on_fit_end" else callback.error)
+
+
+@pytest.mark.soak
+def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
+    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
+    with pytest.raises(Pruned):
+        estimator(RaisingAt(2), **durable).from_dataset_path(rows)
+    again = Watch()
+    model = estimator(again, **durable).from_dataset_path(rows)
+    assert again.runs[0].resumed
+    first = again.rows[0]["epoch"]
+    assert 0 < first <= 2
+    assert [row["epoch"] for row in again.rows] == list(range(first, 4))
+    assert len(model.history) == 4
+    assert again.results[0].history == model.history
+
+
+class RaisingAt(Watch):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, row: Any) -> Any:
+        super().on_epoch_end(row)
+        if row["epoch"] == self.epoch:
+            raise Pruned
+
+
+class Slow(Watch):
+    """Does not return from its first epoch until the training is over."""
+
+    decides_within_s = 0.5
+
+    def __init__(self, model_written: threading.Event) -> None:
+        super().__init__()
+        self.model_written = model_written
+
+    def on_epoch_end(self, row: Any) -> Any:
+        super().on_epoch_end(row)
+        if row["epoch"] == 0:
+            self.model_written.wait(60)
+
+
+class Written(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, run: Any) -> None:
+        (self.folder / f"end{run.rank}").touch()
+
+
+def test_training_does_not_wait_for_a_hanging_callback_beyond_its_time(rows: Dataset, tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def watch() -> None:
+        wait_until((tmp_path / "end0").exists, 60, "the workers train to the end while the callback hangs")
+        over.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    callback = Slow(over)
+    start = time.monotonic()
+    estimator(Written(tmp_path), callback, num_proc=1).from_dataset_path(rows)
+    watcher.join()
+    assert over.is_set()
+    assert time.monotonic() - start < 60
+    assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "rows that queued up come later"
+
+
+@pytest.mark.soak
+def test_two_fits_in_two_threads_share_a_callback_and_keep_their_threads(rows: Dataset) -> None:
+    events: dict[str, list[int]] = {"first": [], "second": []}
+
+    class Shared(DriverCallback):
+        def on_epoch_end(self, row: Any) -> Any:
+            events[threading.current_thread().name].append(row["epoch"])
+
+    shared = Shared()
+    fits = [
+        threading.Thread(target=lambda: estimator(shared, num_proc=1, epochs=3).from_dataset_path(rows), name=name)
+        for name in events
+    ]
+    for fit in fits:
+        fit.start()
+    for fit in fits:
+        fit.join()
+    assert events == {"first": [0, 1, 2], "second": [0, 1, 2]}
+
+
+def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
+    class Stopping(Watch):
+        def on_membership_change(self, change: Any) -> Any:
+            super().on_membership_change(change)
+            return "seen enough" if change.kind == "started" else None
+
+    def work() -> int:
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+        return 7
+
+    def sleep() -> None:
+        import time
+
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+        time.sleep(300)
+
+    watch, stopping = Watch(), Stopping()
+    launcher = {"num_proc": 1, "verbose": 0}
+    assert spark_elastic.run(work, launcher=LocalLauncher(), callbacks=[watch], **launcher) == [7]  # type: ignore[arg-type]
+    assert watch.results[0].returned == [7]
+    assert watch.runs[0].name.endswith("work")
+    assert [change.kind for change in watch.changes][-1] == "finished"
+    with pytest.raises(JobCancelledError, match="seen enough"):
+        spark_elastic.run(sleep, launcher=LocalLauncher(), callbacks=stopping, **launcher)  # type: ignore[arg-type]
+    assert isinstance(stopping.results[0].error, JobCancelledError)
+
+
+def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.disable_default_handler()
+
+    class Report(DriverCallback):
+        def __init__(self, trial: Any) -> None:
+            self.trial = trial
+
+        def on_epoch_end(self, row: Any) -> Any:
+            self.trial.report(row["val_loss"], row["epoch"])
+            if self.trial.should_prune():
+                raise optuna.TrialPruned
+
+    def objective(trial: Any) -> float:
+        rate = [0.5, 1e-6][trial.number]
+        net = make_net()
+        model = estimator(
+            Report(trial), num_proc=1, epochs=4, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=rate)
+        ).from_dataset_path(rows)
+        return float(model.history[-1]["val_loss"])
+
+    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=1))
+    study.optimize(objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
+    assert len(study.trials[1].intermediate_values) < 4
+
+
+@pytest.mark.soak
+def test_epochs_that_are_repeated_from_a_checkpoint_are_not_reported_again(rows: Dataset, tmp_path: Path) -> None:
+    callback = Killing(tmp_path, (2,))
+    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
+    model = estimator(Pids(tmp_path), callback, **durable).from_dataset_path(rows)
+    assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "all workers were lost in epoch 2"
+    assert [row["epoch"] for row in model.history] == [0, 1, 2, 3]
+    assert len(callback.runs) == len(callback.results) == 1
+
+
+def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:
+    class Hanging(Watch):
+        def on_epoch_end(self, row: Any) -> Any:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(120)
+
+    callback = Hanging()
+    with pytest.raises(KeyboardInterrupt):
+        estimator(callback, num_proc=1).from_dataset_path(rows)
+    assert isinstance(callback.results[0].error, KeyboardInterrupt)

@@ -1,0 +1,166 @@
+"""LightningModules and models of transformers in workers: a kill, beside one process; transform; save and load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml.callbacks import Callback
+from tests.unit.ml.torch.estimators import HereEstimator, weights_of
+
+pytest.importorskip("lightning.pytorch")
+tr = pytest.importorskip("transformers")
+from tests.unit.ml.torch.lightning_modules import Measured, trained_by_lightning  # noqa: E402
+
+EPOCHS, BATCH, ROWS, VALIDATION = 3, 20, 96, 32
+
+
+class DiesOnce(Callback):
+    """Kills the worker of rank 1 after this number of steps, once."""
+
+    def __init__(self, marker: Path, step: int) -> None:
+        self.marker, self.step = str(marker), step
+
+    def on_batch_end(self, run: Any) -> None:
+        if run.rank == 1 and run.step == self.step and not os.path.exists(self.marker):
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Predicting(Measured):
+    """Classifies, and gives probabilities in `transform`."""
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self(batch).softmax(1)
+
+
+@pytest.fixture(scope="module")
+def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = np.random.default_rng(7)
+    features = generator.normal(size=(ROWS + VALIDATION, 6)).astype(np.float32)
+    return torch.tensor(features), torch.tensor((features @ generator.normal(size=(6, 3))).argmax(1))
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any, numbers: Any) -> Any:
+    """x, label, aside; the rows of the numbers, in their order."""
+    x, y = numbers
+    rows = [(x[at].tolist(), int(y[at]), at >= ROWS) for at in range(len(y))]
+    return spark.createDataFrame(rows, "x array<float>, label long, aside boolean").coalesce(1).cache()
+
+
+@pytest.fixture(scope="module")
+def fitted(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("lightning")
+    estimator = ElasticTorchEstimator.from_lightning(
+        Predicting(),
+        feature_cols=["x"],
+        label_cols=["label"],
+        validation="aside",
+        shuffle=False,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        callbacks=[DiesOnce(folder / "died", 7)],
+        num_proc=2,
+        min_num_proc=1,
+        prediction="argmax",
+        store=str(folder),
+        verbose=0,
+    )
+    return estimator.fit(table)
+
+
+def test_a_fit_in_which_a_worker_is_killed_gives_what_lightning_gives_in_one_process(fitted: Any, numbers: Any) -> None:
+    (lost,) = [event for event in fitted.events if event["kind"] == "lost"]
+    assert (lost["before"], lost["after"]) == (2, 1)
+    reference = Predicting()
+    x, y = numbers
+    train, validation = (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
+    expected = trained_by_lightning(reference, train, validation, batch_size=BATCH, epochs=EPOCHS)
+    names = ["train_loss", "val_loss", "accuracy", "val_accuracy", "val_auc", "place", "val_place", "even", "lr"]
+    names += ["val_MulticlassPrecision", "val_MulticlassRecall"]
+    for row, wanted in zip(fitted.history, expected, strict=True):
+        for name in names:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-4), name
+    assert weights_of(fitted) == pytest.approx(
+        [number for value in reference.state_dict().values() for number in value.reshape(-1).tolist()], abs=1e-5
+    )
+
+
+def test_transform_gives_what_predict_step_gives(fitted: Any, table: Any, numbers: Any) -> None:
+    found = fitted.transform(table).select("output", "prediction").limit(10).collect()
+    with torch.no_grad():
+        wanted = fitted.module(numbers[0][:10]).softmax(1)
+    assert np.allclose([row.output for row in found], wanted, atol=1e-6)
+    assert [row.prediction for row in found] == wanted.argmax(1).tolist()
+
+
+def test_a_saved_model_has_its_hyperparameters_and_needs_lightning(
+    fitted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Predicting):
+        """A class that is saved by value, as that of a notebook."""
+
+    fitted.module.__class__ = Own
+    path = str(tmp_path / "model")
+    fitted.save(path)
+    loaded = ElasticTorchModel.load(path, trusted=True)
+    assert dict(loaded.module.hparams) == {"lr": 0.1, "width": 8}
+    assert weights_of(loaded) == weights_of(fitted)
+    assert loaded.history == fitted.history
+    monkeypatch.setitem(sys.modules, "tests.unit.ml.torch.lightning_modules", None)
+    monkeypatch.setitem(sys.modules, "tests.integration.ml.test_lightning_and_transformers", None)
+    with pytest.raises(CheckpointError, match="needs the package tests, which cannot be imported here"):
+        ElasticTorchModel.load(path, trusted=True)
+
+
+def test_a_language_model_learns_the_same_in_two_workers_as_in_one(spark: Any, tmp_path: Path) -> None:
+    """The workers of a step have rows with different numbers of tokens."""
+    length = F.pmod(F.col("id") * 5, F.lit(9)) + 2
+    position = F.sequence(F.lit(0), F.lit(9))
+    token = F.transform(
+        position, lambda at: F.when(at < length, F.pmod(F.col("id") + at * 3, F.lit(27)) + 3).otherwise(0)
+    )
+    table = spark.range(0, 120, 1, 1).select(
+        token.cast("array<long>").alias("input_ids"),
+        F.transform(position, lambda at: (at < length).cast("long")).alias("attention_mask"),
+    )
+    table = table.withColumn("labels", F.transform("input_ids", lambda each: F.when(each > 0, each).otherwise(-100)))
+    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    torch.manual_seed(0)
+    config = tr.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16, **dropout)
+    net = tr.GPT2LMHeadModel(config)
+    settings: dict[str, Any] = {
+        "feature_cols": ["input_ids", "attention_mask"],
+        "label_cols": ["labels"],
+        "optimizer": torch.optim.AdamW(net.parameters(), lr=3e-3),
+        "batch_size": 25,
+        "epochs": 2,
+        "shuffle": False,
+        "store": str(tmp_path),
+        "verbose": 0,
+    }
+    alone = HereEstimator.from_transformers(net, **settings).fit(table)
+    model = ElasticTorchEstimator.from_transformers(net, **settings, num_proc=2).fit(table)
+    assert model.history["loss"] == pytest.approx(alone.history["loss"], rel=1e-5)
+    assert weights_of(model) == pytest.approx(weights_of(alone), abs=1e-4)
+    assert model.history["loss"][1] < model.history["loss"][0]
+    path = str(tmp_path / "model")
+    model.save(path)
+    loaded = ElasticTorchModel.load(path, trusted=True)
+    assert loaded.module.model.lm_head.weight is loaded.module.model.transformer.wte.weight
+    (row,) = loaded.transform(table).limit(1).collect()
+    first = torch.tensor([row.input_ids])
+    with torch.no_grad():
+        logits = model.module.model(first, attention_mask=torch.tensor([row.attention_mask])).logits
+    assert np.allclose(row.output, logits[0], atol=1e-5)

@@ -1,0 +1,202 @@
+"""Fits that are logged to a real MLflow server, which may die, from workers that may be killed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spark_elastic
+from spark_elastic import DriverCallback, LocalLauncher, MLflowCallback
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.ml.callbacks import Callback
+from tests.integration.local.driver_fits import Killing, Pids, estimator
+from tests.integration.tracking_server import tracking_server
+
+
+def points(mlflow: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
+    """The metric's (step, value)s, as they were logged."""
+    return [(each.step, each.value) for each in mlflow.MlflowClient().get_metric_history(run_id, name)]
+
+
+def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
+    mlflow: Any, rows: Dataset, tmp_path: Path
+) -> None:
+    tracker = MLflowCallback(run_name="stormy", tags={"team": "blue"})
+    killing = Killing(tmp_path, (1,))
+    model = estimator(Pids(tmp_path), killing, tracker, num_proc=3).from_dataset_path(rows)
+    client = mlflow.MlflowClient()
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "stormy"
+    assert run.data.params["batch_size"] == "16"
+    assert run.data.params["loss"] == "CrossEntropyLoss()"
+    assert "checkpoint_dir" not in run.data.params
+    assert not [value for value in run.data.params.values() if " at 0x" in value or value == "None"]
+    assert points(mlflow, tracker.run_id, "loss") == list(enumerate(model.history["loss"]))
+    assert points(mlflow, tracker.run_id, "val_loss") == list(enumerate(model.history["val_loss"]))
+    workers = points(mlflow, tracker.run_id, "workers")
+    assert (0, 3.0) in workers
+    assert (2, 2.0) in workers, "one was killed while epoch 1 ended"
+    assert run.data.tags["spark_elastic.lost"] == "1"
+    assert run.data.tags["team"] == "blue"
+    artifacts = {each.path for each in client.list_artifacts(tracker.run_id, "spark_elastic")}
+    assert artifacts == {f"spark_elastic/{name}" for name in ("events.json", "events.txt", "plot.png")}
+    served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
+    assert served.metadata.signature.inputs.inputs[0].shape == (-1, 6)
+    features = np.ones((5, 6), np.float32)
+    own = model.module(__import__("torch").from_numpy(features)).detach().numpy()
+    assert np.allclose(served.predict(features), own)
+
+
+def test_active_run_is_logged_to_and_left_active_and_a_nested_run_is_its_child(mlflow: Any, rows: Dataset) -> None:
+    same, below = MLflowCallback(log_models=[]), MLflowCallback(log_models=[], nested=True)
+    with mlflow.start_run() as active:
+        mlflow.log_param("seed", "mine")
+        estimator(same, num_proc=1, epochs=2).from_dataset_path(rows)
+        assert mlflow.active_run().info.run_id == active.info.run_id == same.run_id
+        assert mlflow.active_run().info.status == "RUNNING"
+        estimator(below, num_proc=1, epochs=1).from_dataset_path(rows)
+        assert mlflow.active_run().info.run_id == active.info.run_id
+    assert len(points(mlflow, same.run_id, "loss")) == 2, "once each"
+    run, child = (mlflow.get_run(each.run_id) for each in (same, below))
+    assert run.data.params["seed"] == "mine", "what the user has logged stays"
+    assert run.data.params["epochs"] == "2"
+    assert child.data.tags["mlflow.parentRunId"] == run.info.run_id
+    assert child.info.status == run.info.status == "FINISHED"
+
+
+class LogsInWorker(Callback):
+    """A callback of the user's own that logs from the workers."""
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        import mlflow
+
+        if run.rank == 0:
+            mlflow.log_metrics({"own_loss": logs["loss"]}, step=run.epoch)
+
+
+def test_worker_that_calls_mlflow_reaches_the_run_of_the_driver(
+    mlflow: Any, rows: Dataset, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracker = MLflowCallback(log_models=[])
+    model = estimator(LogsInWorker(), tracker, epochs=2, min_num_proc=2).from_dataset_path(rows)
+    assert points(mlflow, tracker.run_id, "own_loss") == list(enumerate(model.history["loss"]))
+    assert mlflow.get_run(tracker.run_id).info.status == "FINISHED"
+
+    def work() -> str:
+        import mlflow as in_worker
+
+        in_worker.log_metric("from_run", 3.0)
+        return str(in_worker.active_run().info.run_id)
+
+    with mlflow.start_run() as active:
+        returned = spark_elastic.run(work, num_proc=1, launcher=LocalLauncher(), verbose=0)
+        assert mlflow.get_run(active.info.run_id).info.status == "RUNNING"
+    assert returned == [active.info.run_id]
+    assert points(mlflow, active.info.run_id, "from_run") == [(0, 3.0)]
+    assert list(tmp_path.iterdir()) == [], "no database of a worker"
+
+
+class At(DriverCallback):
+    """Calls a function at the end of an epoch."""
+
+    def __init__(self, epoch: int, call: Any) -> None:
+        self.epoch, self.call = epoch, call
+
+    def on_epoch_end(self, row: Any) -> None:
+        if row["epoch"] == self.epoch:
+            self.call()
+
+
+@pytest.mark.soak
+def test_server_that_dies_and_comes_back_gets_all_epochs(
+    mlflow: Any, rows: Dataset, tmp_path: Path, caplog: Any
+) -> None:
+    with tracking_server(tmp_path) as dying:
+        mlflow.set_tracking_uri(dying.uri)
+        tracker = MLflowCallback(log_models=[])
+        model = estimator(At(1, dying.stop), tracker, At(3, dying.start), num_proc=1).from_dataset_path(rows)
+        assert points(mlflow, tracker.run_id, "loss") == list(enumerate(model.history["loss"]))
+        assert mlflow.get_run(tracker.run_id).info.status == "FINISHED"
+    warned = [each.message for each in caplog.records if each.name == "spark_elastic.mlflow"]
+    assert len(warned) == 1
+    assert "cannot be reached" in warned[0]
+
+
+def test_fit_ends_well_without_a_server(mlflow: Any, rows: Dataset, caplog: Any) -> None:
+    mlflow.set_tracking_uri("http://127.0.0.1:9")
+    model = estimator(MLflowCallback(), num_proc=1).from_dataset_path(rows)
+    assert len(model.history) == 4
+    warned = [each.message for each in caplog.records if each.name == "spark_elastic.mlflow"]
+    assert len(warned) == 2, warned
+    assert "cannot be reached" in warned[0]
+    assert warned[1].startswith("the MLflow run of this fit is incomplete: the run, the settings")
+
+
+@pytest.mark.soak
+def test_failed_fit_is_a_failed_run_with_its_error(mlflow: Any, rows: Dataset) -> None:
+    class Wrong(Exception):
+        pass
+
+    def fail() -> None:
+        raise Wrong("too bad")
+
+    tracker = MLflowCallback()
+    with pytest.raises(Wrong):
+        estimator(tracker, At(1, fail), num_proc=1).from_dataset_path(rows)
+    run = mlflow.get_run(tracker.run_id)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["spark_elastic.error"] == "Wrong: too bad"
+    assert [step for step, _ in points(mlflow, tracker.run_id, "loss")] == [0, 1]
+
+
+@pytest.mark.soak
+def test_two_fits_in_two_threads_are_two_runs(mlflow: Any, rows: Dataset) -> None:
+    tracker = MLflowCallback(log_models=[])
+    runs: dict[int, str | None] = {}
+
+    def fit(epochs: int) -> None:
+        estimator(tracker, num_proc=1, epochs=epochs).from_dataset_path(rows)
+        runs[epochs] = tracker.run_id
+
+    fits = [threading.Thread(target=fit, args=(epochs,)) for epochs in (2, 3)]
+    for each in fits:
+        each.start()
+    for each in fits:
+        each.join()
+    assert runs[2] != runs[3]
+    assert {epochs: len(points(mlflow, run, "loss")) for epochs, run in runs.items()} == {2: 2, 3: 3}
+
+
+@pytest.mark.soak
+def test_keras_model_is_logged_in_the_flavour_of_keras(mlflow: Any, tmp_path: Path) -> None:
+    import keras
+
+    from spark_elastic import ElasticKerasEstimator
+    from spark_elastic.data.dataset import pack
+
+    features = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+    packed = pack({"features_0": features, "label_0": features.sum(1)}, tmp_path, shards=2)
+    tracker = MLflowCallback()
+    model = ElasticKerasEstimator(
+        model=keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.01),
+        loss="mse",
+        epochs=2,
+        num_proc=1,
+        verbose=0,
+        run_options={"launcher": LocalLauncher()},
+        callbacks=[tracker],
+    ).from_dataset_path(packed)
+    params = mlflow.get_run(tracker.run_id).data.params
+    assert params["model"] == "Sequential(Dense)"
+    assert params["optimizer"].startswith("SGD(learning_rate=")
+    assert points(mlflow, tracker.run_id, "loss") == list(enumerate(model.history["loss"]))
+    served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
+    assert served.metadata.signature.inputs.inputs[0].shape == (-1, 6)
+    assert np.allclose(served.predict(features), model.keras_model.predict(features, verbose=0), atol=1e-5)

@@ -1,0 +1,64 @@
+"""Settings in words: no addresses, no credentials, nothing that changes from run to run."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.reporting.descriptions import describe, describe_settings
+
+
+class Unfriendly:
+    def __repr__(self) -> str:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        (3, 3),
+        (np.float32(0.5), 0.5),
+        ("text", "text"),
+        (Path("/data"), "/data"),
+        (["a", 1], "['a', 1]"),
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss()"),
+        (torch.optim.Adam, "torch.optim.adam.Adam"),
+        (functools.partial(torch.optim.SGD, lr=0.1), "torch.optim.sgd.SGD(lr=0.1)"),
+        (len, "len"),
+        ({"f": np.mean}, "{'f': 'numpy.mean'}"),
+    ],
+)
+def test_value_is_described_in_few_words(value: Any, described: Any) -> None:
+    assert describe(value) == described
+
+
+@pytest.mark.parametrize("value", [object(), Unfriendly(), lambda x: x, [object()], {"a": object()}])
+def test_no_address_of_an_object(value: Any) -> None:
+    assert "0x" not in describe(value)
+
+
+def test_long_text_is_cut_to_what_trackers_take() -> None:
+    assert len(describe(list(range(10_000)))) == 6000
+
+
+def test_keras_objects_are_their_class_and_numbers() -> None:
+    keras = pytest.importorskip("keras")
+    assert "learning_rate=0.5" in describe(keras.optimizers.SGD(0.5)).replace("0.50", "0.5")
+    assert describe(keras.Sequential([keras.layers.Dense(1)])) == "Sequential(Dense)"
+
+
+def test_credentials_are_not_described() -> None:
+    given = {
+        "storage_options": {"key": "hunter1"},
+        "run_options": {"env": {"TOKEN": "hunter2"}, "start_timeout": 5.0},
+        "run_id": None,
+    }
+    described = describe_settings(given)
+    assert "hunter" not in str(described)
+    assert described == {"storage_options": "key", "run_options": "{'env': 'TOKEN', 'start_timeout': 5.0}"}

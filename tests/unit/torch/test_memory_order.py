@@ -1,0 +1,226 @@
+"""The order of accesses to memory that members share, on processors that keep less of it than x86-64 does."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from spark_elastic.collective import shared_memory, shared_memory_reducer
+from spark_elastic.collective.shared_memory import ARRIVED, CONSUMED, REDUCED, HostPeers, OwnSegment, Peer
+from spark_elastic.collective.shared_memory_reducer import SharedMemoryReducer, SpinWait
+from tests.unit.torch.memory_order import RaceDetector, load, lock_calls, outcomes, store
+
+pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+
+
+# --- the fence, as ARM's memory model sees it -----------------------------------------------------------------
+
+
+def calls_of_the_fence(monkeypatch) -> list[str]:
+    calls = []
+
+    class RecordingLock:
+        def acquire(self):
+            calls.append("acquire")
+
+        def release(self):
+            calls.append("release")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_memory, "Lock", RecordingLock)
+        shared_memory.fence_by_lock()
+    return calls
+
+
+def message_passing(writer: list[str], reader: list[str]) -> bool:
+    """Return True if a member can see a count and, after it, not the data that were written before it."""
+    sends = [store("data"), *lock_calls(writer, 0), store("count")]
+    receives = [load("count"), *lock_calls(reader, 1), load("data")]
+    return ((), (1, 0)) in outcomes(sends, receives)
+
+
+def slot_reused(reader: list[str], owner: list[str]) -> bool:
+    """Return True if a member can read the next chunk from a slot although it counted the slot as read."""
+    reads = [load("data"), *lock_calls(reader, 0), store("consumed")]
+    reuses = [load("consumed"), *lock_calls(owner, 1), store("data")]
+    return ((1,), (1,)) in outcomes(reads, reuses)
+
+
+@pytest.mark.parametrize("goes_wrong", [message_passing, slot_reused])
+def test_fence_of_locks_orders_what_arm_would_reorder(monkeypatch, goes_wrong):
+    fence = calls_of_the_fence(monkeypatch)
+    assert not goes_wrong(fence, fence)
+    assert goes_wrong([], [])
+    assert goes_wrong([], fence)
+
+
+@pytest.mark.parametrize("calls", [["acquire", "release"], ["acquire"], ["release"]])
+def test_one_locked_section_is_no_fence(calls):
+    assert message_passing(calls, calls)
+
+
+def test_count_that_was_made_before_leaving_is_seen_by_whoever_sees_the_leaving(monkeypatch):
+    fence = calls_of_the_fence(monkeypatch)
+    for order, can_be_missed in ((fence, False), ([], True)):
+        leaves = [store("count"), *lock_calls(order, 0), store("left")]
+        looks = [load("left"), *lock_calls(order, 1), load("count")]
+        assert (((), (1, 0)) in outcomes(leaves, looks)) is can_be_missed
+
+
+def test_fence_may_be_called_by_many_threads_and_leaves_nothing():
+    for _ in range(1000):
+        shared_memory.fence_by_lock()
+
+
+# --- the reducers, with every access recorded -------------------------------------------------------------------
+
+
+class RecordedCounters:
+    """The counters and the table of a segment, as one member accesses them."""
+
+    def __init__(self, counters, detector: RaceDetector, member: int, owner: int) -> None:
+        self.plain = counters
+        self._detector = detector
+        self._member, self._owner = member, owner
+
+    def __getitem__(self, index: int) -> int:
+        value = self.plain[index]
+        if index >= shared_memory.TABLE:
+            self._detector.read(self._member, ("table", self._owner, index), "reads")
+        else:
+            self._detector.count_loaded(self._member, self._owner, index, value)
+        return value
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if index >= shared_memory.TABLE:
+            self._detector.written(self._member, ("table", self._owner, index), "writes")
+        else:
+            self._detector.count_stored(self._member, index, value)
+        self.plain[index] = value
+
+    def release(self) -> None:
+        self.plain.release()
+
+
+class RecordedReducer(SharedMemoryReducer):
+    """Reports its accesses to chunks: a chunk is one place for each owner of a slice."""
+
+    def __init__(self, detector: RaceDetector, found: HostPeers, owners: int, sliced_from: int | None) -> None:
+        wait = SpinWait(lambda: None, lambda begins: None, lambda: None)
+        super().__init__(found, 1, wait, owners, sliced_from, None)
+        self.detector = detector
+        self._slices_read: set[int] | None = None
+        self._announce, self._own.announce = self._own.announce, self._announced
+
+    def _announced(self, counter: int, value: int) -> None:
+        if counter == REDUCED:
+            chunk = self._pending[self._summed - 1 - self._consumed]
+            if self._peers and chunk.slices is not None:
+                offset = chunk.sent.data_ptr() - self._own.address
+                self.detector.written(self._rank, ("chunk", self._rank, offset, self._rank), "writes its sum")
+        self._announce(counter, value)
+
+    def _view(self, segment, rank, offset, code, dtype):
+        if rank < 0:
+            for part in range(self._owners):
+                self.detector.written(self._rank, ("chunk", self._rank, offset, part), "writes")
+        else:
+            read = {rank} if self._slices_read == {-1} else self._slices_read
+            for part in range(self._owners) if read is None else read:
+                self.detector.read(self._rank, ("chunk", rank, offset, part), "reads")
+        return super()._view(segment, rank, offset, code, dtype)
+
+    def _sum_slice(self, chunk):
+        self._slices_read = {self._rank}
+        super()._sum_slice(chunk)
+        self._slices_read = None
+
+    def _read_slices(self, chunk, due):
+        self._slices_read = {-1}
+        super()._read_slices(chunk, due)
+        self._slices_read = None
+
+    def can_be_read(self, work) -> bool:
+        """Return True if `wait` would not block; looks at the counters without a record."""
+        due = self._base + work.end
+        counted = [REDUCED] if self._sliced_from is not None else [ARRIVED]
+        return all(peer.counters.plain[counter] >= due for peer in self._peers for counter in counted) and (
+            self._sliced_from is None or self._summed >= work.end
+        )
+
+
+def races(members: int, sliced: bool, seed: int, monkeypatch, without: str = "") -> list[str]:
+    """Reduce in a random order of the members' turns; return the races.
+
+    Args:
+        members: the number of members, all in this process.
+        sliced: each member adds up one slice for all.
+        seed: decides the order.
+        monkeypatch: replaces the fence.
+        without: the function whose fence is left out.
+    """
+    detector, chance = RaceDetector(), random.Random(seed)
+    turn = 0
+
+    def fence() -> None:
+        if sys._getframe(1).f_code.co_name != without:
+            detector.fence(turn)
+
+    for module in (shared_memory, shared_memory_reducer):
+        monkeypatch.setattr(module, "fence", fence)
+    segments = [OwnSegment() for _ in range(members)]
+    for rank, own in enumerate(segments):
+        own.initialise(bytes([rank + 1] * 32), 1)
+        own.small._end = own.small._next  # few slots, each used many times
+    reducers = []
+    for rank, own in enumerate(segments):
+        peers = [
+            Peer(r, os.getpid(), other.descriptor, bytes([r + 1] * 32)) for r, other in enumerate(segments) if r != rank
+        ]
+        for peer in peers:
+            peer.counters = RecordedCounters(peer.counters, detector, rank, peer.rank)
+        found = HostPeers(own, rank, peers, members, True)
+        reducers.append(RecordedReducer(detector, found, members, 0 if sliced else None))
+    for rank, own in enumerate(segments):
+        own.counters = RecordedCounters(own.counters, detector, rank, rank)
+    steps, launched, flying = 60, [0] * members, [[] for _ in range(members)]
+    try:
+        while any(launched[r] < steps or flying[r] for r in range(members)):
+            turn = chance.randrange(members)
+            if launched[turn] < steps and len(flying[turn]) < 4 and chance.random() < 0.6:
+                tensor = torch.full((1000,), float(turn + launched[turn]))
+                flying[turn].append((reducers[turn].launch(tensor, ReduceOp.SUM), tensor, launched[turn]))
+                launched[turn] += 1
+            elif flying[turn]:
+                work, tensor, step = flying[turn][0]
+                if reducers[turn].can_be_read(work) and chance.random() < 0.5:
+                    reducers[turn].wait(work)
+                elif not work.is_completed():
+                    continue
+                assert tensor.unique().tolist() == [sum(step + rank for rank in range(members))]
+                del flying[turn][0]
+        assert all(own.counters.plain[CONSUMED] & 0xFFFF == steps for own in segments)
+    finally:
+        for turn in range(members):
+            reducers[turn].close()
+    return detector.races
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["all add up", "by slices"])
+@pytest.mark.parametrize("members", [2, 3])
+def test_every_access_to_a_peers_memory_is_ordered_by_fences(members, sliced, monkeypatch):
+    for seed in range(5):
+        assert races(members, sliced, seed, monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "sliced"),
+    [("announce", False), ("announce", True), ("until", False), ("_all_counted", True), ("_reclaim", False)],
+)
+def test_detector_finds_each_fence_that_is_left_out(without, sliced, monkeypatch):
+    assert any(races(3, sliced, seed, monkeypatch, without) for seed in range(5))

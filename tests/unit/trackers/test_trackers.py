@@ -1,0 +1,108 @@
+"""The trackers without a fit: missing extras, wrong arguments, servers that are away, the workers' variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_elastic import DriverCallback, MLflowCallback, TensorBoardCallback
+from spark_elastic.errors import InvalidSettingsError, MissingExtraError
+from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.ml.persistence import plain_and_objects
+from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
+from spark_elastic.trackers.tensorboard import tag_of
+from tests.unit.ml.torch.estimators import estimator
+
+
+@pytest.mark.parametrize(
+    ("package", "make"), [("mlflow", MLflowCallback), ("tensorboard", lambda: TensorBoardCallback("logs"))]
+)
+def test_missing_package_is_reported_with_its_extra(package: str, make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf'pip install "spark-elastic\[{package}\]"'):
+        make()
+
+
+def test_unknown_kind_of_model_is_reported() -> None:
+    with pytest.raises(InvalidSettingsError, match='must be a list of "native" and "spark", not \'onnx\''):
+        MLflowCallback(log_models=["native", "onnx"])
+
+
+def test_server_without_a_listener_is_not_reachable_and_files_are() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert is_reachable(f"http://127.0.0.1:{port}")
+    assert not is_reachable(f"http://127.0.0.1:{port}")
+    assert is_reachable("sqlite:///runs.db")
+    assert is_reachable("databricks")
+
+
+def test_limits_of_requests_are_set_for_the_block_and_never_over_the_users_own(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    with quick_requests(), quick_requests():
+        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+        assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+
+
+def active(uri: str) -> Any:
+    run = SimpleNamespace(info=SimpleNamespace(run_id="r1", experiment_id="7"))
+    return SimpleNamespace(active_run=lambda: run, get_tracking_uri=lambda: uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "absolute"),
+    [
+        ("http://tracking:5000", "http://tracking:5000"),
+        ("sqlite:///runs.db", "sqlite:///{here}/runs.db"),
+        ("sqlite:////data/runs.db", "sqlite:////data/runs.db"),
+        ("mlruns", "file://{here}/mlruns"),
+        ("file:///data/mlruns", "file:///data/mlruns"),
+    ],
+)
+def test_active_run_reaches_the_workers_environment(uri: str, absolute: str, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", active(uri))
+    env = tracking_environment()
+    assert env["MLFLOW_TRACKING_URI"] == absolute.format(here=tmp_path)
+    assert (env["MLFLOW_RUN_ID"], env["MLFLOW_EXPERIMENT_ID"]) == ("r1", "7")
+
+
+def test_nothing_travels_without_an_active_run(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
+    assert tracking_environment() == {}
+    monkeypatch.delitem(sys.modules, "mlflow")
+    assert tracking_environment() == {}
+    assert "mlflow" not in sys.modules
+
+
+@pytest.mark.parametrize(("uri", "warns"), [("sqlite:////data/runs.db", True), ("http://tracking:5000", False)])
+def test_store_on_the_drivers_disk_is_warned_of(uri: str, warns: bool, caplog: Any) -> None:
+    warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": uri})
+    assert bool(caplog.records) == warns
+
+
+@pytest.mark.parametrize(
+    ("column", "tag"),
+    [("loss", "loss/train"), ("val_loss", "loss/validation"), ("lr", "training/lr"), ("auc_2", "auc_2/train")],
+)
+def test_values_of_both_splits_are_in_one_section(column: str, tag: str) -> None:
+    assert tag_of(column) == tag
+
+
+def test_driver_callbacks_are_not_saved_with_an_estimator(caplog: Any) -> None:
+    class Mine(DriverCallback):
+        pass
+
+    plain, objects = plain_and_objects(estimator(callbacks=[Mine()]))
+    assert plain["callbacks"] is None
+    assert "callbacks" not in objects
+    assert "Mine of HereEstimator is not saved with it" in caplog.text
