@@ -35,6 +35,7 @@ TORCH = "torch --index-url https://download.pytorch.org/whl/cpu"  # the README's
 _OF_OTHER_ENVIRONMENTS = ("PYTHONPATH", "VIRTUAL_ENV", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME")
 LIMIT_S = 600.0
 WORKER = "spark_elastic.task.main"
+CALLED = "^fit is called$"
 
 NOTEBOOK = """\
 import sys, nbformat
@@ -52,6 +53,14 @@ def readme_program() -> str:
     if found is None:
         raise SystemExit("README.md has no Python program")
     return found.group(1)
+
+
+def announced(program: str) -> str:
+    """Return the program with a line that it prints just before it calls `fit`."""
+    changed = program.replace("model = estimator.fit(", f'print("{CALLED[1:-1]}", flush=True)\nmodel = estimator.fit(')
+    if changed == program:
+        raise SystemExit("the README's program does not call fit as expected")
+    return changed
 
 
 def on_csv(program: str, path: Path) -> str:
@@ -117,7 +126,7 @@ def workers_below(folder: Path) -> list[int]:
 def watch(
     lines: Iterator[tuple[float, str]], moments: dict[str, str], act: Callable[[], None] | None = None
 ) -> dict[str, float]:
-    """Note when the first line of each kind came; `act` is called at the first of the first kind.
+    """Note when the first line of each kind came; `act` is called at the first one of the first kind.
 
     Args:
         moments: By name, a regular expression for its line.
@@ -132,7 +141,7 @@ def watch(
         for name, pattern in moments.items():
             if name not in found and re.search(pattern, line):
                 found[name] = seconds
-                if act is not None and len(found) == 1:
+                if act is not None and name == next(iter(moments)):
                     act()
         found["seconds"] = seconds
     if printed[-1] != "exit status 0" or not moments.keys() <= found.keys():
@@ -169,8 +178,8 @@ def good_way(newcomer: Newcomer, wheel: Path, torch: str) -> dict[str, object]:
         "install the wheel": newcomer.command(python, "-m", "pip", "install", "--quiet", f"{wheel}[spark]"),
     }
     program = readme_program()
-    (folder / "quick.py").write_text(program)
-    moments = {"first epoch": r"^epoch 1/5 ", "model": r"^\[0\.\d+"}
+    (folder / "quick.py").write_text(announced(program))
+    moments = {"the call of fit": CALLED, "first epoch": r"^epoch 1/5 ", "model": r"^\[0\.\d+"}
     times["quick.py"] = watch(newcomer.lines(python, "quick.py"), moments)
 
     (folder / "longer.py").write_text(program.replace("epochs=5", "epochs=100"))

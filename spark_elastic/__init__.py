@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
     from spark_elastic.diagnostics import doctor
+    from spark_elastic.driver.connect.package import ship_package
     from spark_elastic.driver.hosts import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.launcher import LocalLauncher
     from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
@@ -57,6 +58,7 @@ __all__ = [
     "materialize",
     "run",
     "run_async",
+    "ship_package",
 ]
 
 
@@ -83,6 +85,7 @@ _MODULES = {
     "materialize": "spark_elastic.data.materialization",
     "run": "spark_elastic.jobs.run",
     "run_async": "spark_elastic.jobs.run",
+    "ship_package": "spark_elastic.driver.connect.package",
 }
 
 

@@ -231,9 +231,9 @@ class ConnectBackend:
         self._addresses: tuple[tuple[str, int], ...] | None = None
         """The driver's addresses, best first, once the probe has tried them."""
         if ship_package:
-            from spark_elastic.driver.connect.package import ship
+            from spark_elastic.driver.connect import package
 
-            ship(session)
+            package.ship_package(session)
 
     @property
     def is_local(self) -> bool:

@@ -284,9 +284,9 @@ class ElasticEstimator(
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
         if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
-            from spark_elastic.driver.connect.package import ship
+            from spark_elastic.driver.connect.package import ship_package
 
-            ship(context)  # the tasks that look at the store and write the rows need it as well
+            ship_package(context)  # the tasks that look at the store and write the rows need it as well
         self._check_shared(context)
         return context, tensors
 

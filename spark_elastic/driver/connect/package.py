@@ -9,13 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import spark_elastic
+from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.errors import InvalidSettingsError
 
 _shipped: set[tuple[str, str]] = set()
 """(session id, name of the file) of what was sent already."""
 
 
-def ship(session: Any) -> None:
-    """Send the package, once per session. Executors then import it from the zip, also if they have another version."""
+def ship_package(session: Any) -> None:
+    """Send this package to the executors of a Spark Connect session that lack it, or have another version of it.
+
+    `run(ship_package=True)` and `run_options={"ship_package": True}` of an estimator do the same. Call it before
+    `transform` of a loaded model, or `materialize`, in a session in which nothing was trained. A second call for a
+    session sends nothing.
+
+    Args:
+        session: a `SparkSession` of Spark Connect.
+
+    Raises:
+        InvalidSettingsError: it is none. To a classic session, the package is sent with `spark-submit --py-files`.
+    """
+    if not is_connect(session):
+        raise InvalidSettingsError(
+            f"ship_package needs a SparkSession of Spark Connect, not {type(session).__module__}."
+            f"{type(session).__name__}; with a classic session, install the package on the executors or use "
+            "spark-submit --py-files"
+        )
     folder = Path(spark_elastic.__file__).parent
     sources = sorted(path for path in folder.rglob("*") if path.suffix == ".py" or path.name == "py.typed")
     digest = hashlib.sha256()

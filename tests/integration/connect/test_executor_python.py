@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spark_elastic
-from spark_elastic import ElasticTorchEstimator
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.errors import ExecutorPythonError
 from tests.integration.connect.server import SPARK_HOME, ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
@@ -24,7 +24,7 @@ def bare(tmp_path_factory):
     return str(folder / "bin/python")
 
 
-def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare):
+def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare, tmp_path):
     with ConnectServer("local[2]", package=False, python=bare) as server:
         session = server.session()
         before = Before()
@@ -48,9 +48,18 @@ def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare):
             ElasticTorchEstimator(model=net, **settings).fit(points)
         model = ElasticTorchEstimator(model=net, run_options={"ship_package": True}, **settings).fit(points)
         assert len(model.transform(points).collect()) == 200
+        model.save(str(tmp_path / "model"))
         results = spark_elastic.run(train, num_proc=2, spark=session, ship_package=True, verbose=0)
         assert [total for _, total in results] == [2.0, 2.0]
         assert all(".zip/" in path for path, _ in results)
+
+        another = server.session()
+        loaded = ElasticTorchModel.load(str(tmp_path / "model"))
+        fresh = another.range(0, 20).selectExpr("cast(id as float) as x", "0f as y")
+        with pytest.raises(Exception, match="No module named 'spark_elastic'"):
+            loaded.transform(fresh).collect()
+        spark_elastic.ship_package(another)
+        assert len(loaded.transform(fresh).collect()) == 20
         assert_gone(server.workers, GONE_S)
         before.assert_no_threads_left()
 
