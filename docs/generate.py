@@ -254,7 +254,8 @@ def compared() -> str:
     counts = [each["count"] for each in document["series"]]
     load = document["machine"]["load_average_1min"]
     cores = document["machine"]["cores"]
-    told = f"Each was measured {min(counts)} to {max(counts)} times, on {cores} cores with a load of {load}."
+    times = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    told = f"Each was measured {times} times, on {cores} cores with a load of {load}."
     return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, "", told, ""])
 
 
