@@ -34,6 +34,19 @@ class Bug:
 
 
 BUGS = (
+    Bug("a removed agent still counts as leaving", "registry", "        self.set_leaving(agent, None)\n", ""),
+    Bug(
+        "a member that leaves the code after its loop is still counted there",
+        "worlds",
+        "        with self._registry.changing(worker):\n            worker.after_loop = after_loop\n",
+        "        worker.after_loop = after_loop\n",
+    ),
+    Bug(
+        "the first state that a member reports is not counted",
+        "machine",
+        "                with self.registry.changing(worker):\n                    worker.version",
+        "                if worker:\n                    worker.version",
+    ),
     Bug("newcomers go before survivors", "decisions", "newcomer = len(places) + max(", "newcomer = -1 - max("),
     Bug(
         "hosts are mixed", "decisions", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"
