@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s
+from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.framing import Connection
 
 VERSION = StateVersion(1, 5, 0)
@@ -50,11 +51,11 @@ class Shared:
     def decode(self, body: bytes) -> wire.Message:
         """Decode a message; a large one that other peers received as well is decoded once."""
         if len(body) < 512:
-            return wire.decode(body)
+            return decode(body)
         if body not in self._bodies:
             if len(self._bodies) > 8:
                 self._bodies.clear()
-            self._bodies[body] = wire.decode(body)
+            self._bodies[body] = decode(body)
         return self._bodies[body]
 
 
@@ -92,7 +93,7 @@ class Channel(asyncio.Protocol):
 
     def send(self, message: wire.Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            frame = self._connection.send(wire.encode(message))
+            frame = self._connection.send(encode(message))
             self._shared.sent += len(frame)
             self._transport.write(frame)
 

@@ -54,7 +54,7 @@ class NoLauncher:
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         return True
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None: ...
+    def agent_present(self, slot: SlotId, present: bool) -> None: ...
     def gone(self) -> str | None:
         return None
 

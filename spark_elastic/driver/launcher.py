@@ -63,8 +63,8 @@ class Launcher(Protocol):
         """Return True if an agent that has connected belongs to a current launch; False if it must be sent away."""
         ...
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
-        """Take note of the slots that have a live agent now. Called after each change."""
+    def agent_present(self, slot: SlotId, present: bool) -> None:
+        """Take note that the slot has a live agent from now on, or (False) that it has none any more."""
         ...
 
     def gone(self) -> str | None:
@@ -135,7 +135,7 @@ class LocalAgents:
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         return True  # a launch ends after its process: no agent can outlive its launch
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+    def agent_present(self, slot: SlotId, present: bool) -> None:
         pass  # jobs do not share the slots of this machine
 
     def agent_pids(self) -> dict[SlotId, int]:

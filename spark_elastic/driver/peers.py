@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -115,8 +115,12 @@ class Peers:
         """Agents that are connected and usable."""
         self._slot_of: dict[AgentId, SlotId] = {}
         """Slots of all connected agents, also of those that were sent away."""
+        self._agents_in: Counter[SlotId] = Counter()
+        """The number of usable agents in each slot: two while Spark runs a task again."""
         self._agent_of: dict[WorkerId, AgentId] = {}
         """Agents of the workers that were started and are not gone."""
+        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)
+        """The same by agent."""
         self._shown: defaultdict[WorkerId, InterruptedSteps] = defaultdict(InterruptedSteps)
         """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
@@ -132,7 +136,7 @@ class Peers:
 
     def slots(self) -> frozenset[SlotId]:
         """Return the slots that have a usable agent."""
-        return frozenset(self._slot_of[agent] for agent in self.agents)
+        return frozenset(self._agents_in)
 
     def slots_of(self, workers: Iterable[WorkerId]) -> dict[SlotId, WorkerId]:
         """Return the slots in which these workers run."""
@@ -149,6 +153,7 @@ class Peers:
         match command:
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
+                self._workers_of[agent].add(worker)
                 self.server.to_agent(agent, wire.StartWorkerProcess(worker))
             case do.StopWorker(agent, worker, cause):
                 why = loss_in_words(cause)
@@ -188,7 +193,8 @@ class Peers:
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
-        self._tell_launcher()
+        self._agents_in[hello.place.slot] += 1
+        self._tell_launcher(hello.place.slot, True)
         if self._ending:
             self.server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
@@ -210,13 +216,20 @@ class Peers:
         if self.world is None and usable < self.settings.min_num_proc:
             self.fail(error)
             return
-        self.agents.discard(agent)
-        self._tell_launcher()
+        self.agents.remove(agent)
+        self._vacate(slot)
         self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
 
-    def _tell_launcher(self) -> None:
+    def _vacate(self, slot: SlotId) -> None:
+        """Count one usable agent less in the slot."""
+        self._agents_in[slot] -= 1
+        if not self._agents_in[slot]:
+            del self._agents_in[slot]
+            self._tell_launcher(slot, False)
+
+    def _tell_launcher(self, slot: SlotId, present: bool) -> None:
         if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
-            self.launcher.agents_joined(self.slots())
+            self.launcher.agent_present(slot, present)
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
@@ -243,11 +256,13 @@ class Peers:
                 self.server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
 
     def agent_gone(self, agent: AgentId, why: str) -> None:
+        was_used = agent in self.agents
         self.agents.discard(agent)
         self.handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
-        del self._slot_of[agent]
-        self._tell_launcher()
-        for worker in [w for w, a in self._agent_of.items() if a == agent]:
+        slot = self._slot_of.pop(agent)
+        if was_used:
+            self._vacate(slot)
+        for worker in self._workers_of.pop(agent, ()):
             del self._agent_of[worker]
             self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
@@ -314,7 +329,9 @@ class Peers:
         self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
     def _forget_worker(self, worker: WorkerId) -> None:
-        self._agent_of.pop(worker, None)
+        agent = self._agent_of.pop(worker, None)
+        if agent is not None:
+            self._workers_of[agent].discard(worker)
         self._shown.pop(worker, None)
         self.server.drop_worker(worker, "its process is gone")
 

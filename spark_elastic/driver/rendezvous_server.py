@@ -17,6 +17,7 @@ from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
+from spark_elastic.wire.encoding import encode
 
 MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
@@ -156,7 +157,7 @@ class RendezvousServer:
     def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
         """Send the world to its members and start its key-value space."""
         self._key_values.begin(world.round)
-        body = wire.encode(wire.WorldAssigned(world, {str(worker): a for worker, a in addresses.items()}))
+        body = encode(wire.WorldAssigned(world, {str(worker): a for worker, a in addresses.items()}))
         for member in world.members:
             if member.worker in self._workers:
                 self._workers[member.worker].send_encoded(body)

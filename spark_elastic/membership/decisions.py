@@ -109,16 +109,6 @@ def select(candidates: Iterable[Worker], done: int, minimum: int) -> list[Worker
     return staying + leaving[:spared]
 
 
-def can_leave(members: Sequence[Worker], minimum: int) -> bool:
-    """Return True if a running world can spare any of its leaving members now."""
-    staying = [worker for worker in members if not worker.agent.leaving]
-    if len(staying) == len(members) or not staying:
-        return False
-    holder = any(worker.version is not None for worker in members)
-    staying_holder = any(worker.version is not None for worker in staying)
-    return len(members) > minimum and (staying_holder or not holder)
-
-
 def build_world(round: int, members: Sequence[Worker]) -> World:
     """Build the world of these members. Its root is the most advanced one, the oldest among equals."""
     ranked = assign(

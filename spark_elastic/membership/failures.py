@@ -7,6 +7,7 @@ after any pause.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -53,6 +54,7 @@ class Cooldown:
     def __init__(self, range_s: tuple[float, float] | None) -> None:
         self._range_s = range_s
         self._histories: dict[tuple[str, str], _History] = {}
+        self._forget_from = 64  # the number of histories at which the old ones among them are looked for
 
     def failed(self, place: Place, now: float) -> list[PlaceCooledDown]:
         """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
@@ -81,9 +83,12 @@ class Cooldown:
         if self._range_s is None:
             return []
         shortest, longest = self._range_s
-        for key in [key for key, history in self._histories.items() if now >= history.until + longest]:
-            del self._histories[key]
-        history = self._histories.setdefault((kind, name), _History(0, float("-inf"), now))
+        if len(self._histories) >= self._forget_from:
+            self._histories = {key: each for key, each in self._histories.items() if now < each.until + longest}
+            self._forget_from = 64 + 2 * len(self._histories)
+        history = self._histories.get((kind, name))
+        if history is None or now >= history.until + longest:
+            history = self._histories[kind, name] = _History(0, float("-inf"), now)
         if kind != "slot" and now - history.last < shortest:
             return []
         history.failures += 1
@@ -174,6 +179,8 @@ class CrashLoopDetector:
     _version: StateVersion = BEGINNING  # the most advanced version that any worker reported
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
+    _deaths_by_agent: dict[AgentId, list[WorkerId]] = field(default_factory=dict)
+    _deaths_by_round: Counter[int] = field(default_factory=Counter)
     #: The newest exits that agents reported, oldest first.
     _exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
     _rounds_that_trained: set[int] = field(default_factory=set)
@@ -182,7 +189,7 @@ class CrashLoopDetector:
         """Record that a worker holds this version. Deaths before a new step are forgotten."""
         if version.is_steps_after(self._version):
             self._version = version
-            self._deaths.clear()
+            self.reset()
             self._rounds_that_trained.clear()
 
     def note_training(self, round: int) -> None:
@@ -192,12 +199,18 @@ class CrashLoopDetector:
 
     def note_death(self, member: Worker, now: float) -> None:
         """Record that a member's process died while its agent was connected."""
-        if self.limit is not None:
+        if self.limit is not None and member.id not in self._deaths:
             self._deaths[member.id] = (member, now)
+            self._deaths_by_agent.setdefault(member.agent.id, []).append(member.id)
+            self._deaths_by_round[member.round] += 1
 
     def forget_agent(self, agent: AgentId) -> None:
         """Drop the deaths under a lost agent, because not only the processes were lost."""
-        self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent.id != agent}
+        for worker in self._deaths_by_agent.pop(agent, ()):
+            member, _ = self._deaths.pop(worker)
+            self._deaths_by_round[member.round] -= 1
+            if not self._deaths_by_round[member.round]:
+                del self._deaths_by_round[member.round]
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""
@@ -221,7 +234,7 @@ class CrashLoopDetector:
 
     def limit_reached(self, now: float) -> bool:
         """Return True if `limit` consecutive worlds had a crash."""
-        if self.limit is None or len(self._deaths) < self.limit:
+        if self.limit is None or self._worlds_with_deaths() < self.limit:
             return False
         return _worlds(member for member, _ in self.crashes(now)) >= self.limit
 
@@ -233,8 +246,10 @@ class CrashLoopDetector:
         return due if due > now else None
 
     def reset(self) -> None:
-        """Forget the deaths so far, because their cause was dealt with."""
+        """Forget the deaths so far, because a step was applied or their cause was dealt with."""
         self._deaths.clear()
+        self._deaths_by_agent.clear()
+        self._deaths_by_round.clear()
 
     def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
         crashes = self.crashes(now)
@@ -249,7 +264,7 @@ class CrashLoopDetector:
         )
 
     def _worlds_with_deaths(self) -> int:
-        return _worlds(member for member, _ in self._deaths.values())
+        return len(self._deaths_by_round)
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
         returned = member.run_again_in == member.round  # and was to run again: the process may have ended as it should

@@ -66,6 +66,8 @@ class SlotScheduler:
         self._decommissioned: set[str] = set()
         self._workers_started = 0
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
+        self._refused_twice: set[SlotId] = set()  # those of them that were refused at least twice in a row
+        self._causes_of_missing: tuple[LossCause, ...] | None = ()  # None: to be counted anew
         self._excluded: dict[str, LossCause] = {}  # by host
         self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
 
@@ -79,9 +81,14 @@ class SlotScheduler:
 
     def slot_ended(self, slot: Slot, cause: LossCause, submitted: bool, now: float) -> None:
         """Launch a slot again, when it has cooled down. Its agent, if there was one, was removed before."""
+        slot.refusals = 0 if submitted else slot.refusals + 1
         if not slot.joined:
             self._failed_launches[slot.id] = cause
-        slot.refusals = 0 if submitted else slot.refusals + 1
+            self._causes_of_missing = None
+            if slot.refusals > 1:
+                self._refused_twice.add(slot.id)
+            else:
+                self._refused_twice.discard(slot.id)
         self._timers.cancel(("end", slot.id))
         if not slot.excused:
             slot.excused = True
@@ -95,14 +102,16 @@ class SlotScheduler:
 
     def causes_of_missing(self) -> tuple[LossCause, ...]:
         """Return why launches ended before an agent joined, the most frequent causes first."""
-        return tuple(cause for cause, _ in Counter(self._failed_launches.values()).most_common(_MOST_CAUSES))
+        if self._causes_of_missing is None:
+            counts = Counter(self._failed_launches.values())
+            self._causes_of_missing = tuple(cause for cause, _ in counts.most_common(_MOST_CAUSES))
+        return self._causes_of_missing
 
     def refusal(self) -> LossCause | None:
         """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
-        if self._registry.agents or len(self._failed_launches) < len(self._registry.slots):
+        if self._registry.agents or len(self._refused_twice) < len(self._registry.slots):
             return None
-        refused = all(self._registry.slots[slot].refusals > 1 for slot in self._failed_launches)
-        return next(iter(self._failed_launches.values())) if refused else None
+        return next(iter(self._failed_launches.values()))
 
     def launch(self, slot: Slot) -> None:
         slot.launched, slot.joined, slot.excused = True, False, False
@@ -123,10 +132,11 @@ class SlotScheduler:
             return None
         slot.newest = agent_id
         slot.joined = True
-        self._failed_launches.pop(slot.id, None)
+        if self._failed_launches.pop(slot.id, None) is not None:
+            self._causes_of_missing = None
+        self._refused_twice.discard(slot.id)
         agent = Agent(agent_id, place)
-        self._registry.agents[agent_id] = agent
-        slot.agent = agent
+        self._registry.add_agent(agent)
         if place.executor in self._decommissioned:
             # counts against the slot alone; without a pause, Spark could start tasks on this executor without end
             self._context.announce(*self._cooldown.slot_failed(slot.id, now))
@@ -138,9 +148,8 @@ class SlotScheduler:
     def remove(self, agent: Agent, now: float) -> None:
         """Remove a lost agent, whose worker was removed before."""
         self._timers.cancel(("fill", agent.id))
-        del self._registry.agents[agent.id]
+        self._registry.remove_agent(agent)
         slot = self._registry.slots[agent.place.slot]
-        slot.agent = None
         # Spark usually ends the task of a dead agent; if it has not by then, the launch is withdrawn
         self._timers.set(("end", slot.id), now + self._settings.heartbeat_timeout_s)
 
@@ -199,14 +208,14 @@ class SlotScheduler:
         retired = [agent for agent in self._registry.on_executor(executor) if not agent.retiring]
         for agent in retired:
             agent.retiring = True
-            agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
+            self._registry.set_leaving(agent, LossCause(LossKind.DECOMMISSIONED, name=executor))
             self._registry.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
         """Mark the agents on a lost executor, so that no worker starts there, and return them for removal."""
-        agents = self._registry.on_executor(executor)
+        agents = list(self._registry.on_executor(executor))
         for agent in agents:
             agent.doomed = True
         self._decommissioned.discard(executor)
@@ -233,14 +242,14 @@ class SlotScheduler:
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
-        by_host: dict[str, list[Agent]] = {}
-        for agent in self._registry.agents.values():
-            if not (agent.retiring or agent.doomed) and host in (None, agent.place.host):
-                by_host.setdefault(agent.place.host, []).append(agent)
-        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
+        hosts = self._registry.hosts() if host is None else [host]
+        return [agent for name in hosts for agent in self._review_host(name)]
 
-    def _review_host(self, host: str, agents: list[Agent]) -> list[Agent]:
+    def _review_host(self, host: str) -> list[Agent]:
         excluded = self._excluded.get(host)
+        if not excluded and self._allowed is None and not self._registry.leaving_on(host):
+            return []  # all of it may be used, and is
+        agents = [agent for agent in self._registry.on_host(host) if not (agent.retiring or agent.doomed)]
         limit = len(agents) if self._allowed is None else self._allowed.slots_of(host)
         too_many = LossCause(LossKind.HOST_FULL, name=host, count=limit)
         if not limit:
@@ -255,7 +264,7 @@ class SlotScheduler:
         """Set or clear `leaving`. Returns True if that is a change."""
         changed = (agent.leaving is None) != (cause is None)
         if changed:
-            agent.leaving = cause
+            self._registry.set_leaving(agent, cause)
         return changed
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:

@@ -74,7 +74,7 @@ class HostUpdate(enum.IntFlag):
     MIXED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostSet:
     """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
 
@@ -84,20 +84,20 @@ class HostSet:
     def hosts(self) -> tuple[str, ...]:
         return tuple(host for host, _ in self.slots)
 
-    @property
-    def total(self) -> int:
-        return sum(count for _, count in self.slots)
-
     def __str__(self) -> str:
         shown = [f"{host}:{count}" for host, count in self.slots[:8]]
         return ", ".join(shown + (["..."] if len(self.slots) > 8 else [])) or "none"
 
     def __contains__(self, host: str) -> bool:
-        return any(name == host for name, _ in self.slots)
+        return host in self._by_host
 
     def slots_of(self, host: str) -> int:
         """Return the slots of the host; 0 if it may not be used."""
-        return next((count for name, count in self.slots if name == host), 0)
+        return self._by_host.get(host, 0)
+
+    @cached_property
+    def _by_host(self) -> dict[str, int]:
+        return dict(self.slots)
 
     def updated(self, observed: Mapping[str, int]) -> tuple[HostSet, HostUpdate]:
         """Return the hosts after an observation, and what it changed.
@@ -107,7 +107,7 @@ class HostSet:
         Raises:
             ValueError: if a number of slots is negative.
         """
-        before = dict(self.slots)
+        before = self._by_host
         after: dict[str, int] = dict.fromkeys(before, 0) | dict(observed)
         result = HostUpdate.NO_UPDATE
         for host, count in after.items():

@@ -118,7 +118,8 @@ class WorldLifecycle:
         """Store if a member runs the code after its elastic loop, or is in the loop."""
         if worker.state is not TRAINING or worker.after_loop == after_loop:
             return
-        worker.after_loop = after_loop
+        with self._registry.changing(worker):
+            worker.after_loop = after_loop
         if not after_loop and self.phase is Phase.BROKEN:  # it comes back now
             self._set_stall_timer(worker.id, now)
         elif not after_loop:  # the next loop: workers that waited for it may join
@@ -153,7 +154,8 @@ class WorldLifecycle:
         self._introduce(worker, now)
         member = worker.state is TRAINING
         self._registry.enter(worker, READY)
-        worker.version, worker.loop, worker.after_loop = version, loop, False
+        with self._registry.changing(worker):
+            worker.version, worker.loop, worker.after_loop = version, loop, False
         self._timers.cancel(("stall", worker.id))
         if not member:
             self.consider_interrupt(now)
@@ -192,7 +194,9 @@ class WorldLifecycle:
                 del self._done[worker.id]
                 self._registry.enter(worker, TRAINING)
             worker.run += 1
-            worker.run_again_in, worker.after_loop = self._registry.round, False
+            worker.run_again_in = self._registry.round
+            with self._registry.changing(worker):
+                worker.after_loop = False
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
@@ -252,17 +256,16 @@ class WorldLifecycle:
             return  # once a member is done, the job is about to end, and nobody joins any more
         if not self._elastic:
             return  # a plain function has no step to stop at
-        if any(worker.after_loop for worker in self._registry.in_state(TRAINING)):
+        if self._registry.tally.after_loop:
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
             return  # the next world would exceed `reset_limit`, and the present one can go on
         newcomers = self._registry.count(READY)
-        candidates = list(self._registry.in_state(TRAINING, READY))
-        leaving = [worker.agent.leaving for worker in candidates if worker.agent.leaving]
         if newcomers:
             self._change = WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
-        elif leaving and decisions.can_leave(candidates, self._settings.min_num_proc):
-            self._change = WorldChange(WorldChangeKind.LEAVING, cause=leaving[0])
+        elif self._registry.tally.can_leave(self._settings.min_num_proc):
+            first = next(iter(self._registry.leaving.values()))
+            self._change = WorldChange(WorldChangeKind.LEAVING, cause=first.agent.leaving)
         else:
             return
         self._enter(Phase.INTERRUPTED)
@@ -311,8 +314,7 @@ class WorldLifecycle:
         if self.phase is not Phase.INTERRUPTED:
             return
         limit_s = self._settings.stall_timeout_s
-        after_loop = any(worker.after_loop for worker in self._registry.in_state(TRAINING))
-        if self._paused_at is None and (self.furthest > self._noticed_at or after_loop):
+        if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.tally.after_loop):
             # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
             self._timers.set(("notice", 0), now + limit_s)
@@ -336,13 +338,13 @@ class WorldLifecycle:
             self._settle(now)
 
     def _evaluate_start(self, now: float) -> None:
-        waiting = list(self._registry.in_state(AT_INIT, READY))
-        if any(worker.loop for worker in waiting):  # a worker in the loop joins no collective of the code before it
-            for worker in waiting:
+        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
+        in_loop = self._registry.tally.waiting_in_loop
+        if 0 < in_loop < ready:  # a worker in the loop joins no collective of the code before it
+            for worker in list(self._registry.in_state(AT_INIT, READY)):
                 if not worker.loop:
                     self._admit(worker, now)
-            waiting = [worker for worker in waiting if worker.loop]
-        ready = len(waiting)
+            ready = in_loop
         have = ready or len(self._done)  # some functions return without ever asking for a world
         decision = self._gathering.first_world(have, now)
         if ready:
@@ -353,7 +355,7 @@ class WorldLifecycle:
             self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
         elif ready:
             self._change = self._gathering.gathered(ready, self._change)
-            self._publish(waiting, now)
+            self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
         else:
             self._finish(now)
 
@@ -453,15 +455,15 @@ class WorldLifecycle:
         self._announce_wait(wait, self._timers.get(("notice", 0)), now)
 
     def _announce_broken(self, now: float) -> None:
-        survivors = list(self._registry.in_state(TRAINING))
-        ranks = sorted(worker.rank or 0 for worker in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
+        survivors = self._registry.states[TRAINING]
+        ranks = sorted(each.rank or 0 for each in survivors.values()) if len(survivors) <= _MOST_RANKS_NAMED else []
         wait = Wait(
             WaitKind.SURVIVORS,
             have=len(survivors),
             left_s=self._stall_due - now,
             round=self._registry.round,
             ranks=tuple(ranks),
-            finishing=sum(worker.after_loop for worker in survivors),
+            finishing=self._registry.tally.after_loop,
         )
         self._announce_wait(wait, self._stall_due, now)
 

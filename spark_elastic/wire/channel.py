@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 from spark_elastic.clock import monotonic
 from spark_elastic.errors import ChannelClosedError, ProtocolError
+from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.framing import Connection
 from spark_elastic.wire.interfaces import plain_address
-from spark_elastic.wire.messages import Message, decode, encode
+from spark_elastic.wire.messages import Message
 from spark_elastic.wire.ports import with_port
 
 logger = logging.getLogger(__name__)

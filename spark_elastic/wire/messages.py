@@ -1,26 +1,17 @@
-"""The messages that cross a channel, their encoding, and the specification that an agent is launched with.
+"""The messages that cross a channel, and the specification that an agent is launched with.
 
-A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. A long one
-without a payload is compressed, because a world of a thousand members is sent to each of them. No message is ever
-unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the driver's
-state.
+A message is a frozen dataclass of plain values; `wire.encoding` makes bytes of it. A new message is a subclass of
+`Message`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import platform
 import sys
-import types
-import typing
-import zlib
 from dataclasses import dataclass, field
-from typing import Any
 
 import cloudpickle
 
-from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Place, StateVersion, World
 
 FUNCTION_PART_BYTES = 1 << 20
@@ -365,120 +356,6 @@ class Goodbye(Message):
     """The sender closes the channel next; this is not a loss."""
 
     why: str
-
-
-# --- encoding ---------------------------------------------------------------------------------
-
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in Message.__subclasses__()}
-_HINTS: dict[type[Any], dict[str, Any]] = {}
-_SEPARATOR = b"\n"
-_COMPRESS_FROM_BYTES = 4096
-_COMPRESSED = b"\x78"
-"""First byte of zlib's format; a message that is not compressed begins with a brace."""
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""Limit of a decompressed message."""
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as bytes: a line of JSON, then the payload if the message has one."""
-    fields = _values(message)
-    payload: bytes = fields.pop("payload", b"")
-    fields["type"] = type(message).__name__
-    body = json.dumps(fields, separators=(",", ":"), default=_values).encode() + _SEPARATOR + payload
-    return body if payload or len(body) < _COMPRESS_FROM_BYTES else zlib.compress(body, 1)
-
-
-def _values(value: Any) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-
-
-def decode(data: bytes) -> Message:
-    """Return the message that `encode` made.
-
-    Raises:
-        ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
-    """
-    if data.startswith(_COMPRESSED):
-        data = _decompressed(data)
-    head, separator, payload = data.partition(_SEPARATOR)
-    if not separator:
-        raise ProtocolError("a frame without a message head")
-    try:
-        fields = json.loads(head)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a message head that is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ProtocolError("a message head that is not an object")
-    name = fields.pop("type", None)
-    cls = _TYPES.get(name) if isinstance(name, str) else None
-    if cls is None:
-        raise ProtocolError(f"unknown message type {name!r}")
-    ready = {"payload": payload} if "payload" in _hints(cls) else {}
-    if ready and "payload" in fields:
-        raise ProtocolError(f"{name}: payload in the head")
-    if payload and not ready:
-        raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
-    return typing.cast(Message, _build(cls, fields, name, **ready))
-
-
-def _decompressed(data: bytes) -> bytes:
-    stream = zlib.decompressobj()
-    try:
-        body = stream.decompress(data, MAX_MESSAGE_BYTES)
-    except zlib.error as error:
-        raise ProtocolError(f"a compressed message that is damaged: {error}") from None
-    if not stream.eof or stream.unused_data:
-        raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
-    return body
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return the type of each field of a dataclass."""
-    if cls not in _HINTS:
-        hints = typing.get_type_hints(cls)
-        _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-    return _HINTS[cls]
-
-
-def _build(cls: type[Any], fields: dict[str, Any], where: str, **ready: Any) -> Any:
-    hints = _hints(cls)
-    missing = hints.keys() - fields.keys() - ready.keys()
-    unknown = fields.keys() - hints.keys()
-    if missing or unknown:
-        raise ProtocolError(f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}")
-    values = {name: _typed(value, hints[name], f"{where}.{name}") for name, value in fields.items()}
-    try:
-        return cls(**values, **ready)
-    except ValueError as error:
-        raise ProtocolError(f"{where}: {error}") from None
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
-        return _typed(value, hint, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ProtocolError(f"{where}: expected a list")
-        item_hint = typing.get_args(hint)[0]
-        return tuple(_typed(item, item_hint, where) for item in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where}: expected an object")
-        item_hint = typing.get_args(hint)[1]
-        return {key: _typed(item, item_hint, where) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where}: expected an object")
-        return _build(typing.cast("type[Any]", hint), value, where)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:  # exact: a bool must not pass as an int
-        raise ProtocolError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
-    return value
 
 
 # --- the specification that a launched agent gets ------------------------------------------------

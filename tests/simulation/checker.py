@@ -1,10 +1,12 @@
 """The invariants, checked after every event against separate records of events, commands and the true state.
 
-It reads nothing of the machine but its phase, its world and its next deadline.
+It reads nothing of the machine but its phase, its world and its next deadline; the counts of its registry are compared
+with what the registry holds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
 from spark_elastic.membership.reasons import LossKind, WaitKind
-from spark_elastic.membership.states import Phase
+from spark_elastic.membership.states import Phase, WorkerState
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
 
@@ -193,7 +195,31 @@ class Checker:
             require(due > now, f"the deadline {due} is past after a Tick at {now}")
         if machine.phase in (Phase.STARTING, Phase.WAITING, Phase.INTERRUPTED, Phase.BROKEN):
             require(self.waiting is not None, f"{machine.phase} does not say what it waits for")
+        self._check_counts(machine.registry)
         self._check_progress_is_made(machine)
+
+    def _check_counts(self, registry: Any) -> None:
+        """Require that what the registry has counted is what is there."""
+        workers, agents = list(registry.workers.values()), list(registry.agents.values())
+        standing = [each for each in workers if each.state in (WorkerState.TRAINING, WorkerState.READY)]
+        leaving = {each.id for each in standing if each.agent.leaving is not None}
+        waiting = [each for each in workers if each.state in (WorkerState.AT_INIT, WorkerState.READY)]
+        counted = {
+            "standing": len(standing),
+            "holding": sum(each.version is not None for each in standing),
+            "leaving": len(leaving),
+            "leaving_holding": sum(each.version is not None for each in standing if each.id in leaving),
+            "after_loop": sum(each.after_loop for each in standing if each.state is WorkerState.TRAINING),
+            "waiting_in_loop": sum(each.loop > 0 for each in waiting),
+        }
+        require(dataclasses.asdict(registry.tally) == counted, f"the registry has counted {registry.tally}: {counted}")
+        require(registry.leaving.keys() == leaving, f"leaving are {leaving}, not {set(registry.leaving)}")
+        for host in registry.hosts():
+            here = [each for each in agents if each.place.host == host]
+            require(list(registry.on_host(host)) == here, f"the agents of {host} are {here}")
+            gone = sum(each.leaving is not None for each in here)
+            require(registry.leaving_on(host) == gone, f"{gone} agents of {host} are leaving")
+        require(set(registry.hosts()) == {each.place.host for each in agents}, "a host is missing, or is empty")
 
     def _check_progress_is_made(self, machine: Any) -> None:
         """Require that the machine does not wait for something that has happened."""

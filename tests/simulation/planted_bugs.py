@@ -34,6 +34,19 @@ class Bug:
 
 
 BUGS = (
+    Bug("a removed agent still counts as leaving", "registry", "        self.set_leaving(agent, None)\n", ""),
+    Bug(
+        "a member that leaves the code after its loop is still counted there",
+        "worlds",
+        "        with self._registry.changing(worker):\n            worker.after_loop = after_loop\n",
+        "        worker.after_loop = after_loop\n",
+    ),
+    Bug(
+        "the first state that a member reports is not counted",
+        "machine",
+        "                with self.registry.changing(worker):\n                    worker.version",
+        "                if worker:\n                    worker.version",
+    ),
     Bug("newcomers go before survivors", "decisions", "newcomer = len(places) + max(", "newcomer = -1 - max("),
     Bug(
         "hosts are mixed", "decisions", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"
@@ -140,8 +153,8 @@ BUGS = (
     Bug(
         "some do what comes before the loop beside others in it",
         "worlds",
-        "if any(worker.loop for worker in waiting):",
-        "if not waiting:",
+        "if 0 < in_loop < ready:",
+        "if ready < 0:",
     ),
     Bug(
         "one who works after the loop is not waited for", "worlds", "if survivor.after_loop:", "if not survivor.round:"
@@ -195,8 +208,10 @@ BUGS = (
     Bug(
         "crashes of one world are counted one by one",
         "failures",
-        "return len({member.round for member in members})",
-        "return len(list(members))",
+        "self._worlds_with_deaths() < self.limit:\n            return False\n"
+        "        return _worlds(member for member, _ in self.crashes(now)) >= self.limit",
+        "len(self._deaths) < self.limit:\n            return False\n"
+        "        return len(self.crashes(now)) >= self.limit",
     ),
     Bug(
         "a host where everything crashes is forgotten at once",

@@ -25,10 +25,14 @@ class FakeLauncher:
     def __init__(self, cluster: Cluster, on_ended) -> None:
         self.cluster, self.on_ended = cluster, on_ended
         self.launches: dict[int, int] = {}  # of each slot, so far
+        self.present: set[int] = set()
 
     def launch(self, slot: int) -> None:
         self.launches[slot] = self.launches.get(slot, 0) + 1
         self.cluster.pending.append((self, slot))
+
+    def agent_present(self, slot: int, present: bool) -> None:
+        (self.present.add if present else self.present.discard)(slot)
 
     def admit(self, slot: int, launch: int) -> bool:
         return launch == self.launches[slot]
@@ -51,6 +55,7 @@ class FakeLauncher:
 class Job:
     def __init__(self, cluster: Cluster, queue: SlotQueue, name: str, need: int, most: int) -> None:
         self.cluster, self.ended = cluster, []
+        self._seen: frozenset[int] = frozenset()
 
         def build(on_ended):
             self.inner = FakeLauncher(cluster, on_ended)
@@ -65,7 +70,9 @@ class Job:
         return frozenset(slot for launcher, slot in self.cluster.running if launcher is self.inner)
 
     def sees_its_agents(self) -> None:
-        self.launcher.agents_joined(self.running)
+        for slot in self._seen ^ self.running:
+            self.launcher.agent_present(slot, slot in self.running)
+        self._seen = self.running
 
 
 def settle(cluster: Cluster, *jobs: Job) -> None:
@@ -123,6 +130,16 @@ def test_launches_beyond_the_minimum_without_an_agent_are_taken_back_for_another
     b.launcher.close(5.0)
     settle(cluster, a)
     assert len(a.running) == 4  # with one that had been held back
+
+
+def test_launcher_behind_the_queue_learns_which_slots_have_agents(queue):
+    cluster = Cluster(capacity=2)
+    job = Job(cluster, queue, "one", need=1, most=2)
+    settle(cluster, job)
+    assert job.inner.present == {0, 1}
+    job.inner.end(1, "the executor is lost")
+    job.sees_its_agents()
+    assert job.inner.present == {0}
 
 
 def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(queue):

@@ -109,14 +109,16 @@ class ConnectLauncher:
             running = self._running.get(slot)
             return running is not None and running.id == launch and running.stop_cause is None
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+    def agent_present(self, slot: SlotId, present: bool) -> None:
         with self._changed:
-            for slot, launch in self._running.items():
-                if slot in slots:
-                    launch.has_joined = True
-                elif launch.has_joined and launch.lost_at is None:
-                    launch.lost_at = clock.monotonic()
-            self._changed.notify_all()
+            launch = self._running.get(slot)
+            if launch is None:
+                return
+            if present:
+                launch.has_joined = True
+            elif launch.has_joined and launch.lost_at is None:
+                launch.lost_at = clock.monotonic()
+                self._changed.notify_all()
 
     def gone(self) -> str | None:
         return self._gone if self._gone is not None or server_answers(self.session) else self._no_answer()

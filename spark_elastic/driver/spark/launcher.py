@@ -114,7 +114,7 @@ class SparkLauncher:
             running = self._running.get(slot)
             return running is not None and running.id == launch and running.stop_cause is None
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+    def agent_present(self, slot: SlotId, present: bool) -> None:
         pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:

@@ -144,7 +144,7 @@ class QueuedLauncher:
         self._launched: set[SlotId] = set()
         self._taken_back: dict[SlotId, LossCause | None] = {}
         """Slots whose launch is being withdrawn, to be held again; with the reason if the driver withdrew them too."""
-        self._joined: frozenset[SlotId] = frozenset()
+        self._joined: set[SlotId] = set()
         self._closed = False
         self._launcher = build(self._ended)
         self._reservation: Reservation | None = None
@@ -176,15 +176,21 @@ class QueuedLauncher:
         with self._lock:
             if slot not in self._launched or not self._launcher.admit(slot, launch):
                 return False
-            self._joined |= {slot}  # from now on its launch is not taken back as one without an agent
+            self._joined.add(slot)  # from now on its launch is not taken back as one without an agent
             return True
 
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+    def agent_present(self, slot: SlotId, present: bool) -> None:
+        self._launcher.agent_present(slot, present)
         with self._lock:
-            had, self._joined = len(self._joined), slots
+            had = len(self._joined)
+            if present:
+                self._joined.add(slot)
+            else:
+                self._joined.discard(slot)
+            have = len(self._joined)
         if self._reservation is None:
             return
-        if len(slots) >= self.need:
+        if have >= self.need:
             self.queue.gathered(self._reservation)
         elif had >= self.need:
             self.queue.short(self._reservation)
@@ -213,14 +219,17 @@ class QueuedLauncher:
                 return
             limit = self._limit(reservation)
             not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
-            kept = frozenset() if not_begun else self._joined  # their agents may hold a training state
-            spare = sorted(self._launched - kept)
+            spare: list[SlotId] = []
+            if len(self._launched) > limit:
+                kept = () if not_begun else self._joined  # their agents may hold a training state
+                spare = sorted(self._launched.difference(kept))
             while len(self._launched) > limit and spare:
                 slot = spare.pop()
                 self._launched.remove(slot)
                 self._taken_back[slot] = None
                 self._launcher.withdraw(slot, reported("given back: another job waits for its minimum"))
-            for slot in sorted(self._held)[: max(limit - len(self._launched), 0)]:
+            room = max(limit - len(self._launched), 0)
+            for slot in sorted(self._held)[:room] if room else ():
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire import messages as wire
+from spark_elastic.wire.encoding import decode, encode
 
 PLACE = Place("127.0.0.2", "3", 5)
 WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
@@ -29,12 +30,12 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_message_survives_encoding_and_decoding(message):
-    assert wire.decode(wire.encode(message)) == message
+    assert decode(encode(message)) == message
 
 
 def test_whole_number_is_accepted_as_a_float():
-    data = wire.encode(wire.AgentWelcome(2.5, 30.0)).replace(b"2.5", b"2")
-    assert wire.decode(data) == wire.AgentWelcome(2.0, 30.0)
+    data = encode(wire.AgentWelcome(2.5, 30.0)).replace(b"2.5", b"2")
+    assert decode(data) == wire.AgentWelcome(2.0, 30.0)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +62,18 @@ def test_whole_number_is_accepted_as_a_float():
 )
 def test_invalid_message_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
     with pytest.raises(ProtocolError, match=complaint):
-        wire.decode(head + b"\n")
+        decode(head + b"\n")
 
 
 def test_bytes_after_a_message_without_payload_are_refused():
     with pytest.raises(ProtocolError, match="3 bytes behind"):
-        wire.decode(wire.encode(wire.Pong()) + b"abc")
+        decode(encode(wire.Pong()) + b"abc")
 
 
 @given(st.binary(max_size=400))
 def test_random_bytes_raise_only_protocol_errors(data):
     with pytest.raises(ProtocolError):
-        wire.decode(data)
+        decode(data)
 
 
 @given(
@@ -83,4 +84,4 @@ def test_random_bytes_raise_only_protocol_errors(data):
 def test_random_json_under_a_real_type_raises_only_protocol_errors(value):
     head = {"type": "WorldAssigned", "world": value, "addresses": value}
     with pytest.raises(ProtocolError):
-        wire.decode(json.dumps(head).encode() + b"\n")
+        decode(json.dumps(head).encode() + b"\n")
