@@ -23,7 +23,9 @@ from spark_elastic.collective.gloo_shutdown import (
     GroupSockets,
     InFlight,
     free_ended_groups,
+    graveyard,
     has_ended,
+    keep_for_ever,
     leave_behind,
     open_descriptors,
 )
@@ -174,6 +176,7 @@ class GlooGroup:
             if self._why is not None or self._failure is not None:
                 self._abandoned = True
         if self._abandoned:
+            _devices.pop(self._addresses[self.rank], None)  # another thread may still connect through it
             failure, self._failure, why = self._failure, None, self._why
             self.close()
             raise HorovodInternalError(
@@ -195,7 +198,7 @@ class GlooGroup:
             store.set(kinds[self.rank], f"{kind} {self.note}".encode())
             before = open_descriptors()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
+            options._devices = [_device(self._addresses[self.rank])]
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
@@ -359,24 +362,37 @@ class GlooGroup:
         self._in_flight = InFlight()
         if stuck:
             leave_behind(pg, stuck)
+        elif pg is not None:
+            graveyard.bury(pg)
         free_ended_groups()
-        del pg  # joins Gloo's threads, which the shutdown has unblocked
         if sockets is not None:
             sockets.close()
         _groups.discard(self)
 
     def _close_in_child(self) -> None:
-        _kept_in_child.append(self.pg)  # its destructor would wait for threads that a child does not have
+        keep_for_ever(self.pg)
         self._why = "this is a forked child"
         if self._sockets is not None:
             self._sockets.close_in_child()
 
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
-_kept_in_child: list[Any] = []
+_devices: dict[str, Any] = {}
+"""Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
+
+
+def _device(address: str) -> Any:
+    """Return the device of this process at that address."""
+    if address not in _devices:
+        _devices[address] = ProcessGroupGloo.create_device(hostname=address)
+    return _devices[address]
 
 
 def _close_all_in_child() -> None:
+    # destructors would wait for threads that a child does not have
+    for thing in (*graveyard.forget_in_child(), *_devices.values()):
+        keep_for_ever(thing)
+    _devices.clear()
     for group in list(_groups):
         group._close_in_child()
 

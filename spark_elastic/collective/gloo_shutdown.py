@@ -9,25 +9,38 @@ at that moment (`UnboundBuffer::waitSend`, in about one of fifty kills in the mi
 then waits for its timeout, and the group's destructor waits for the collective while it holds Python's lock. So no
 thread waits longer than `GRACE_S` for a group that is over, and a group with a collective that does not end is kept
 alive until it has ended.
+
+The destructors are slow, too. A group's waits for the turns of Gloo's event loop, which come every 10 ms unless data
+does; it is fast once the loop has closed the connections that were shut down. A device's waits for that loop to end.
+Both hold Python's lock meanwhile. So a group is destroyed a moment after its end, and devices serve one world after
+another.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import socket
 import stat
 import threading
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from spark_elastic import clock
+
 log = logging.getLogger("spark_elastic.collective")
 
 GRACE_S = 0.1
 """The time that a collective may take to fail after the end of its group. Usually it takes a millisecond."""
+_SETTLE_S = 0.1
+"""The time after the shutdown of its connections until a group is destroyed."""
 _PRUNE_AT = 64
 _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 
@@ -191,3 +204,63 @@ def leave_behind(group: Any, stuck: list[dist.Work]) -> None:
 def free_ended_groups() -> None:
     """Free the groups that were left behind and whose collectives have ended since."""
     _left_behind[:] = [kept for kept in _left_behind if not all(work.is_completed() for work in kept[1])]
+
+
+# --- groups that have ended ---------------------------------------------------------------------------
+
+
+class Graveyard:
+    """Process groups that are over, whose connections were shut down, and that are to be destroyed in a moment.
+
+    A thread destroys them. It ends when there is nothing more to do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: deque[tuple[float, Any]] = deque()
+        """Each with the time from which it may be destroyed."""
+        self._thread: threading.Thread | None = None
+
+    def bury(self, group: Any) -> None:
+        """Take a group over; the caller must not keep a reference."""
+        with self._lock:
+            self._groups.append((clock.monotonic() + _SETTLE_S, group))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._destroy, name="spark-elastic-gloo-ends", daemon=True)
+                self._thread.start()
+
+    def empty(self) -> None:
+        """Destroy all groups now."""
+        with self._lock:
+            self._groups.clear()
+
+    def forget_in_child(self) -> list[Any]:
+        """Return the groups, which a forked child must not destroy, and forget them."""
+        groups = [group for _, group in self._groups]
+        self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that the child does not have
+        return groups
+
+    def _destroy(self) -> None:
+        while True:
+            with self._lock:
+                if not self._groups:
+                    self._thread = None
+                    return
+                due = self._groups[0][0]
+            left = due - clock.monotonic()
+            if left > 0:
+                time.sleep(left)
+                continue
+            with self._lock:
+                gone = self._groups.popleft() if self._groups else None
+            del gone
+
+
+graveyard = Graveyard()
+"""The ended groups of this process."""
+atexit.register(graveyard.empty)
+
+
+def keep_for_ever(thing: Any) -> None:
+    """Never destroy the object, not even at the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective import gloo
+from spark_elastic.collective.gloo_shutdown import graveyard
 from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.elastic.loop import frontend
 from spark_elastic.membership.topology import Member, Place, World
@@ -175,3 +177,19 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}
+
+
+def connects_again():
+    hvd.init()
+    sums = []
+    for _ in range(3):
+        sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        process.leave()
+    threads_settle(threading.active_count() - 1)  # the thread that destroys the groups
+    return sums, len(gloo._devices), len(graveyard._groups)
+
+
+def test_one_device_connects_group_after_group():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(connects_again, count=2)
+        assert driver.results(2) == [([2.0] * 3, 1, 0)] * 2
