@@ -236,6 +236,9 @@ class Peers:
             case wire.AgentHeartbeat(running):
                 self.server.to_agent(agent, wire.Pong())
                 self.handle(seen.AgentAlive(agent, running))
+            case wire.WorkerDying(worker, exit_code):
+                if self._agent_of.get(worker) == agent:
+                    self.handle(seen.WorkerLost(worker, LossCause(LossKind.DYING, code=exit_code)))
             case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way

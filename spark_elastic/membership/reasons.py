@@ -18,6 +18,7 @@ class LossKind(enum.Enum):
     """The ways in which a worker, its agent or its slot ends. In brackets: the fields of `LossCause` that are set."""
 
     EXITED = enum.auto()  # the process ended by itself or was killed [code; detail: Spark's words for it]
+    DYING = enum.auto()  # the process dies; its exit is reported next [code: of that exit; None: not known yet]
     CONNECTION_CLOSED = enum.auto()  # [detail: how it was closed]
     PROTOCOL_BROKEN = enum.auto()  # it sent a message that only others may send
     SILENT = enum.auto()  # no heartbeat [seconds]
@@ -45,7 +46,13 @@ class LossKind(enum.Enum):
     REPORTED = enum.auto()  # [detail: the words of whoever reported it]
 
 
-_SYMPTOMS = {LossKind.CONNECTION_CLOSED, LossKind.PROTOCOL_BROKEN, LossKind.EXECUTOR_UNLISTED, LossKind.UNEXPLAINED}
+_SYMPTOMS = {
+    LossKind.DYING,
+    LossKind.CONNECTION_CLOSED,
+    LossKind.PROTOCOL_BROKEN,
+    LossKind.EXECUTOR_UNLISTED,
+    LossKind.UNEXPLAINED,
+}
 _BEYOND_THE_WORKER = {LossKind.AGENT_LOST, LossKind.TASK_ENDED, LossKind.EXECUTOR_LOST, LossKind.DECOMMISSIONED}
 
 
@@ -175,6 +182,8 @@ def loss_in_words(cause: LossCause) -> str:
     match cause.kind:
         case LossKind.EXITED:
             return cause.detail or _exit(cause.code or 0)
+        case LossKind.DYING:
+            return "its process died" if cause.code is None else _exit(cause.code)
         case LossKind.AGENT_EXITED:
             return f"its agent {exit_in_words(cause.code or 0)}"
         case LossKind.HOST_FULL:

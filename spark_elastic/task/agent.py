@@ -41,6 +41,7 @@ from spark_elastic.wire.messages import (
     ResultStored,
     StartWorkerProcess,
     StopWorkerProcess,
+    WorkerDying,
     WorkerExited,
 )
 from spark_elastic.wire.ports import ANY, Ports, split_port, taken_in_words, with_port
@@ -412,6 +413,10 @@ class _Agent:
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
+
+    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        if process.worker is not None:
+            self._send(WorkerDying(process.worker, exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)

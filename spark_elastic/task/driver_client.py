@@ -16,6 +16,7 @@ from typing import NoReturn
 from spark_elastic import clock
 from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
 from spark_elastic.membership.topology import StateVersion, WorkerId
+from spark_elastic.task import reaper
 from spark_elastic.task.script import ScriptExit
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
@@ -326,6 +327,7 @@ def exit_now(code: int, why: str = "") -> NoReturn:
     """Flush the output and end the process, from any thread."""
     if why:
         print(why, file=sys.stderr)
+    reaper.leave()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

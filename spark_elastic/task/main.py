@@ -1,10 +1,10 @@
 """The worker process: imports what training needs, waits for its worker id and runs the user's function.
 
-The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD [module ...]``. The id, the addresses of
-the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process ends when it
-closes. The result is written to RESULT_FD. Then the process waits until the agent releases it, or until the driver has
-the function called again, because another member of the world was lost: the world is rebuilt from the states that this
-process still holds.
+The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD DEATH_FD [module ...]``. The id, the
+addresses of the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process
+ends when it closes. The result is written to RESULT_FD; DEATH_FD is for the reaper. Then the process waits until the
+agent releases it, or until the driver has the function called again, because another member of the world was lost: the
+world is rebuilt from the states that this process still holds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import json
 import logging
 import os
 import queue
-import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
@@ -34,6 +32,7 @@ import cloudpickle
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.driver_client import ChannelLink, exit_now
+from spark_elastic.task.reaper import start_reaper
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
@@ -51,9 +50,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    parent, result_fd, modules = int(argv[0]), int(argv[1]), argv[2:]
+    parent, result_fd, death_fd, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
     die_with_parent(parent)
-    start_reaper()
+    start_reaper(death_fd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the agent ignores it, and a child inherits that
     faulthandler.enable()
     control = _take_stdin()
@@ -214,67 +213,6 @@ def _write_result(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> Non
     pipe.write(json.dumps({"size": len(result), "in_loop": in_loop, "run": run}).encode() + b"\n")
     pipe.write(result)
     pipe.flush()
-
-
-# --- the reaper -----------------------------------------------------------------------------------
-#
-# The kernel kills a worker with its agent (`die_with_parent`), but not the worker's own children: the processes of a
-# data loader would run on for seconds, a program of the user's for ever. So each worker has a reaper in its process
-# group: a small process that waits for the worker's end and then kills the group.
-
-_REAPER_POLL_S = 0.2
-
-
-def start_reaper() -> None:
-    """Fork the reaper of this process's group.
-
-    The caller leads the group and has no threads yet. Called before the user's modules are imported, so that the fork
-    is cheap.
-    """
-    worker = os.getpid()
-    between = os.fork()
-    if between != 0:
-        os.waitpid(between, 0)
-        return
-    try:
-        if os.fork() == 0:  # a grandchild: a function that waits for all its children does not wait for the reaper
-            _ignore_signals_and_close_descriptors()
-            _wait_for_end_of(worker)
-            # the reaper is in the group, so the group's number has not been given to another one
-            os.killpg(worker, signal.SIGKILL)
-    finally:
-        os._exit(0)
-
-
-def _ignore_signals_and_close_descriptors() -> None:
-    """Leave signals to the worker, and keep none of its pipes open after its death."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    for descriptor in _open_descriptors():
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
-            os.close(descriptor)
-
-
-def _open_descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder)]
-    return list(range(256))
-
-
-def _wait_for_end_of(worker: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        try:
-            select.select([os.pidfd_open(worker)], [], [])
-            return
-        except OSError:
-            pass  # it is gone already, or the kernel is too old
-    try:
-        while True:
-            os.kill(worker, 0)
-            time.sleep(_REAPER_POLL_S)
-    except ProcessLookupError:
-        return
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
+from spark_elastic.task.reaper import exit_code_of
 from spark_elastic.wire.messages import LaunchSpec
 
 STDERR_TAIL_LINES = 40
@@ -50,6 +51,15 @@ class WorkerObserver(Protocol):
 
     def result_stored(self, process: WorkerProcess) -> None: ...
 
+    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Called when the process dies, up to 50 ms before `exited`, where the system tells.
+
+        Args:
+            process: The process. What it has written last may not have been read yet.
+            exit_code: As in `exited`; None if it is not known yet.
+        """
+        ...
+
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         """Called once, after the process has ended and its pipes have been read to the end."""
         ...
@@ -65,16 +75,18 @@ class WorkerProcess:
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         result_read, result_write = os.pipe()
-        arguments = [str(os.getpid()), str(result_write), *order.preimport]
+        death_read, death_write = os.pipe()
+        arguments = [str(os.getpid()), str(result_write), str(death_write), *order.preimport]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "spark_elastic.task.main", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[result_write],
+            pass_fds=[result_write, death_write],
             env=env,
         )
         os.close(result_write)
+        os.close(death_write)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -98,6 +110,8 @@ class WorkerProcess:
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, self._readable, fd)
         os.set_blocking(self._process.stdin.fileno(), False)
+        self._death_fd = death_read
+        self._loop.add_reader(death_read, self._dying)
         self._pidfd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
         if self._pidfd >= 0:
             self._loop.add_reader(self._pidfd, self._gone)
@@ -237,6 +251,12 @@ class WorkerProcess:
         else:
             self._gone()
 
+    def _dying(self) -> None:
+        """Pass on the reaper's word, or stop to listen if the reaper is gone or has nothing to say."""
+        self._loop.remove_reader(self._death_fd)
+        if os.read(self._death_fd, 1):
+            self._observer.dying(self, exit_code_of(self._process.pid))
+
     def _gone(self) -> None:
         if not self.is_running:
             return
@@ -263,8 +283,9 @@ class WorkerProcess:
 
     def _close_pipes(self) -> None:
         self._stop_writing()
-        for fd in (self._result_fd, *self._streams):
+        for fd in (self._result_fd, self._death_fd, *self._streams):
             self._loop.remove_reader(fd)
+        os.close(self._death_fd)
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)

@@ -52,6 +52,15 @@ class AgentHeartbeat(Message):
 
 
 @dataclass(frozen=True)
+class WorkerDying(Message):
+    """The worker's process dies, and not by itself. `WorkerExited` follows when the kernel has freed its memory."""
+
+    worker: int
+    exit_code: int | None
+    """As in `WorkerExited`; None if it is not known yet."""
+
+
+@dataclass(frozen=True)
 class WorkerExited(Message):
     """The worker's process has ended; a negative `exit_code` is the signal that killed it."""
 

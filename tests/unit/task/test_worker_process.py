@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+
+import pytest
 
 from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
 from spark_elastic.wire.messages import LaunchSpec
@@ -16,6 +19,7 @@ class Watcher:
     def __init__(self):
         self.exit_code = asyncio.get_running_loop().create_future()
         self.lines = []
+        self.dying_with = []
 
     def output(self, process, stream, lines):
         self.lines += lines
@@ -25,6 +29,10 @@ class Watcher:
 
     def result_stored(self, process):
         pass
+
+    def dying(self, process, exit_code):
+        assert not self.exit_code.done()
+        self.dying_with.append(exit_code)
 
     def exited(self, process, exit_code):
         self.exit_code.set_result(exit_code)
@@ -116,3 +124,79 @@ os._exit(0)
     stored, result, run = asyncio.run(asyncio.wait_for(live(), WAIT_S))
     assert stored == [(1, 100_000), (2, 3)]
     assert (result, run) == (b"22\n", 2)
+
+
+def ending(tmp_path, module, number=None):
+    """Run a worker that imports a module, and kill it with a signal; return the reported deaths and its exit code."""
+    (tmp_path / "module_of_worker.py").write_text(module)
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("module_of_worker",))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
+
+    async def live():
+        watcher = Watcher()
+        process = WorkerProcess(order, env, watcher)
+        if number is not None:
+            while "ready" not in watcher.lines:
+                await asyncio.sleep(0.01)
+            os.kill(process._process.pid, number)
+        code = await watcher.exit_code
+        return watcher.dying_with, code
+
+    return asyncio.run(asyncio.wait_for(live(), WAIT_S))
+
+
+READY = 'print("ready", flush=True)\n'
+BIG = "memory = bytearray(300_000_000)\n"  # for the kernel to free
+needs_robust_mutexes = pytest.mark.skipif(sys.platform != "linux", reason="only Linux releases a mutex before memory")
+
+
+def reported(tmp_path, module, code, number=None):
+    """Return True if a death is reported before the exit. A busy machine may run the reaper too late for that."""
+    for _ in range(10):
+        deaths, exit_code = ending(tmp_path, BIG + module, number)
+        assert exit_code == code
+        assert deaths in ([], [code])
+        if deaths:
+            return True
+    return False
+
+
+@needs_robust_mutexes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_death_by_a_signal_is_reported_before_the_exit(tmp_path, number):
+    assert reported(tmp_path, READY, -number, number)
+
+
+@needs_robust_mutexes
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(3)", 3), ("os.abort()", -signal.SIGABRT), ("os.kill(os.getpid(), 9)", -9)]
+)
+def test_end_that_the_worker_does_not_announce_is_reported(tmp_path, end, code):
+    assert reported(tmp_path, f"import os\n{end}\n", code)
+
+
+def test_worker_that_ends_itself_reports_nothing_beforehand(tmp_path):
+    module = "from spark_elastic.task.driver_client import exit_now\nexit_now(5)\n"
+    assert ending(tmp_path, module) == ([], 5)
+
+
+def test_ends_of_children_and_threads_are_no_deaths_of_the_worker(tmp_path):
+    module = """
+import os, subprocess, sys, threading
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+subprocess.run([sys.executable, "-c", ""])
+thread = threading.Thread(target=print)
+thread.start()
+thread.join()
+from spark_elastic.task.driver_client import exit_now
+exit_now(0)
+"""
+    assert ending(tmp_path, module) == ([], 0)
+
+
+def test_without_robust_mutexes_a_death_is_still_seen(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import spark_elastic.task.reaper as r; r._ROBUST = 99\n")
+    assert ending(tmp_path, BIG + READY, signal.SIGKILL) == ([], -signal.SIGKILL)

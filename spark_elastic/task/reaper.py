@@ -1,0 +1,158 @@
+"""The reaper: a small process beside each worker that reports its death at once, and then kills what it leaves behind.
+
+The kernel kills a worker with its agent (`main.die_with_parent`), but not the worker's own children: the processes of a
+data loader would run on for seconds, a program of the user's for ever. So each worker has a reaper in its process
+group: it waits for the worker's end and then kills the group.
+
+A killed process keeps its connections open while the kernel frees its memory: 30-50 ms for a worker that has imported
+torch. Its pidfd tells no sooner. A robust mutex does: it is released before the memory is. So the worker holds one for
+as long as it lives, in a page that it shares with its reaper, which waits for it, and tells the agent through a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+
+_POLL_S = 0.2
+_PROCESS_SHARED, _ROBUST = 1, 1
+_MUTEX_BYTES = 128
+"""Room for a pthread_mutex_t, which takes 40 or 48 bytes."""
+_FLAG_AT = _MUTEX_BYTES
+
+
+class LifeMutex:
+    """A mutex that the calling thread holds until it dies, and that another process waits for.
+
+    Raises:
+        OSError: The system has no robust mutexes between processes.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise OSError("only Linux releases the mutexes of a process before its memory")
+        self._library = ctypes.CDLL(None)
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the processes that are forked from now on
+        self._mutex = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._page)))
+        attributes = (ctypes.c_char * 64)()
+        self._call("pthread_mutexattr_init", attributes)
+        self._call("pthread_mutexattr_setpshared", attributes, _PROCESS_SHARED)
+        self._call("pthread_mutexattr_setrobust", attributes, _ROBUST)
+        self._call("pthread_mutex_init", self._mutex, attributes)
+        self._call("pthread_mutex_lock", self._mutex)
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            raise OSError(code, f"{function}: {os.strerror(code)}")
+
+    def leave(self) -> None:
+        """Record that this process is about to end by itself, from any thread."""
+        self._page[_FLAG_AT] = 1
+
+    def wait_for_death(self) -> bool:
+        """Wait until the thread that holds the mutex dies. Returns True unless its process was about to end by itself.
+
+        Raises:
+            OSError: The wait failed.
+        """
+        code = self._library.pthread_mutex_lock(self._mutex)
+        if code not in (0, errno.EOWNERDEAD):
+            raise OSError(code, os.strerror(code))
+        return bool(code == errno.EOWNERDEAD and not self._page[_FLAG_AT])
+
+
+_life: LifeMutex | None = None
+
+
+def leave() -> None:
+    """Record that this process is about to end by itself: its death is not to be reported before its last messages."""
+    if _life is not None:
+        _life.leave()
+
+
+def start_reaper(death_fd: int) -> None:
+    """Fork the reaper of this process's group.
+
+    The caller is the main thread of the worker, leads the group and has no other threads yet. Called before the user's
+    modules are imported, so that the fork is cheap.
+
+    Args:
+        death_fd: The pipe to the agent; a byte in it says that the worker dies. It is closed in this process.
+    """
+    global _life
+    with contextlib.suppress(OSError, AttributeError):
+        _life = LifeMutex()
+    worker = os.getpid()
+    between = os.fork()
+    if between != 0:
+        os.close(death_fd)
+        os.waitpid(between, 0)
+        return
+    try:
+        if os.fork() == 0:  # a grandchild: a function that waits for all its children does not wait for the reaper
+            _ignore_signals_and_close_descriptors(death_fd)
+            if _life is not None:
+                with contextlib.suppress(OSError):
+                    if _life.wait_for_death():
+                        os.write(death_fd, b"!")
+            os.close(death_fd)
+            _wait_for_end_of(worker)
+            # the reaper is in the group, so the group's number has not been given to another one
+            os.killpg(worker, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def _ignore_signals_and_close_descriptors(kept: int) -> None:
+    """Leave signals to the worker, and keep none of its pipes open after its death, except for one."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for descriptor in _open_descriptors():
+        if descriptor != kept:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
+                os.close(descriptor)
+
+
+def _open_descriptors() -> list[int]:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError):
+            return [int(name) for name in os.listdir(folder)]
+    return list(range(256))
+
+
+def _wait_for_end_of(worker: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        try:
+            select.select([os.pidfd_open(worker)], [], [])
+            return
+        except OSError:
+            pass  # it is gone already, or the kernel is too old
+    try:
+        while True:
+            os.kill(worker, 0)
+            time.sleep(_POLL_S)
+    except ProcessLookupError:
+        return
+
+
+def exit_code_of(pid: int) -> int | None:
+    """Return the exit code of a process that dies, a negative one for a signal; None if the system does not show it."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+_EXIT_CODE = 49
+"""The position of the wait status in /proc/<pid>/stat, counted from the state, which follows the name."""
