@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
@@ -25,6 +26,15 @@ MAX_ROUND_BYTES = 64 * 2**20
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request that waits for keys."""
+
+    keys: Sequence[str]
+    missing: int
+    answer: Callable[[list[bytes]], None]
+
+
 class RoundKeyValues:
     """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until all their keys are set."""
 
@@ -32,7 +42,8 @@ class RoundKeyValues:
         self._round = 0
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: list[tuple[Sequence[str], Callable[[list[bytes]], None]]] = []
+        self._waiting: dict[str, list[_Request]] = {}
+        """The requests that wait for a key, by key."""
 
     def begin(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
@@ -53,18 +64,22 @@ class RoundKeyValues:
         if self._bytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
         self._values[key] = value
-        waiting, self._waiting = self._waiting, []
-        for keys, answer in waiting:
-            self.get(round, keys, answer)
+        for request in self._waiting.pop(key, ()):
+            request.missing -= 1
+            if not request.missing:
+                request.answer([self._values[each] for each in request.keys])
 
     def get(self, round: int, keys: Sequence[str], answer: Callable[[list[bytes]], None]) -> None:
         """Call `answer` with the values in order, as soon as all are set; never if the round ends before."""
         if round != self._round:
             return
-        if all(key in self._values for key in keys):
+        missing = {key for key in keys if key not in self._values}
+        if not missing:
             answer([self._values[key] for key in keys])
-        else:
-            self._waiting.append((keys, answer))
+            return
+        request = _Request(keys, len(missing), answer)
+        for key in missing:
+            self._waiting.setdefault(key, []).append(request)
 
 
 class Listener(Protocol):
