@@ -147,6 +147,8 @@ class CallbackSession:
         """True once it was said that the callbacks are slower than the epochs."""
         self.stop_reason = ""
         """Why a callback has requested the end of the training; "" if none has."""
+        self.raised: BaseException | None = None
+        """What a callback has raised while the job ran."""
         self._result = DriverResult()
 
     def __bool__(self) -> bool:
@@ -192,7 +194,7 @@ class CallbackSession:
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers."""
-        self._events.put(lambda: self._call("on_membership_change", change))
+        self._events.put(lambda: self._call_change(change))
 
     def job_over(self) -> None:
         """End `deliver` once it has called the events that are there. No event may come after this."""
@@ -225,10 +227,12 @@ class CallbackSession:
 
     def deliver(self, *, until_stop: bool = False) -> None:
         """Call the callbacks until the job is over, or, with `until_stop`, until one of them requests the end."""
-        while (event := self._events.get()) is not None:
-            event()
-            if until_stop and self.stop_reason:
-                return
+        while not (until_stop and self.stop_reason) and (event := self._events.get()) is not None:
+            try:
+                event()
+            except BaseException as error:
+                self.raised = error
+                raise
 
     @property
     def history(self) -> History:
@@ -238,7 +242,8 @@ class CallbackSession:
 
     def _call_epoch(self, epoch: int, row: Row) -> None:
         try:
-            self._call("on_epoch_end", dict(row))
+            for each in self._callbacks:
+                self._note_stop(each, "on_epoch_end", each.on_epoch_end(dict(row)))  # one may change its row
         finally:
             # After an error too: the job is ended next, and workers that wait would only take longer to end.
             with self._lock:
@@ -246,9 +251,9 @@ class CallbackSession:
             for answer in answers:
                 answer(self.stop_reason)
 
-    def _call(self, event: str, about: Any) -> None:
+    def _call_change(self, change: MembershipChange) -> None:
         for each in self._callbacks:
-            self._note_stop(each, event, getattr(each, event)(about))
+            self._note_stop(each, "on_membership_change", each.on_membership_change(change))
 
     def _note_stop(self, callback: DriverCallback, event: str, returned: Any) -> None:
         name = type(callback).__name__

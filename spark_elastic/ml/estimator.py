@@ -410,6 +410,8 @@ class ElasticEstimator(
                 results = self._run_job(training, context, began, events, session)
                 break
             except StateLostError as error:
+                if error is session.raised:
+                    raise  # of another fit, which a callback has made
                 if self._given("checkpoint_dir") is None:
                     error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
                     raise
