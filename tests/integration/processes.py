@@ -23,13 +23,29 @@ def marked(mark: str) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            if needle in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if command:  # a zombie has none
-                    found[int(entry.name)] = command
+            its = needle in (entry / "environ").read_bytes().split(b"\0")
+            if its and (command := command_line(int(entry.name))):
+                found[int(entry.name)] = command
         except OSError:  # it ended while we looked, or is not ours
             continue
     return found
+
+
+def is_running(pid: int) -> bool:
+    """Return True if a process of this user runs or is stopped, False if it has ended, even as a zombie.
+
+    For a moment the kernel answers ESRCH about a process that ends. `Path.exists` raises that as ProcessLookupError in
+    Python 3.11; `os.path.exists` takes every OSError as "no".
+    """
+    return os.path.exists(f"/proc/{pid}/exe")
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process; "" of one that has ended, as a zombie too."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def children(pid: int) -> list[int]:

@@ -93,3 +93,9 @@ def test_service_is_headless_and_leads_to_all_ports_of_the_driver(conf, policies
 def test_template_exists_where_the_command_looks_for_it(conf):
     template = conf["spark.kubernetes.executor.podTemplateFile"]
     assert (FOLDER.parents[1] / template).is_file()
+
+
+def test_image_installs_a_torch_that_the_package_accepts():
+    dependencies = re.search(r"^dependencies = (.*)$", (FOLDER.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
+    installed = re.findall(r'pip install .*"(torch\b[^"]*)"', (FOLDER / "README.md").read_text())
+    assert installed == re.findall(r'"(torch\b[^"]*)"', dependencies[1])

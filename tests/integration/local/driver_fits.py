@@ -14,7 +14,7 @@ from torch import nn
 from spark_elastic import DriverCallback, ElasticTorchEstimator, LocalLauncher
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.ml.callbacks import Callback
-from tests.integration.processes import wait_until
+from tests.integration.processes import is_running, wait_until
 from tests.unit.ml.torch.estimators import make_net
 
 
@@ -67,7 +67,7 @@ class Killing(Watch):
         if row["epoch"] in self.epochs:
             pid = int((self.folder / "rank0").read_text())
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not Path(f"/proc/{pid}/fd").exists() or not os.listdir(f"/proc/{pid}/fd"), 20, "death")
+            wait_until(lambda: not is_running(pid), 20, "death")
         return "enough" if row["epoch"] == self.stop_at else None
 
 

@@ -19,7 +19,7 @@ from spark_elastic.errors import (
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from spark_elastic.ml.training.reporting import notify
 from tests.integration.local import loops
-from tests.integration.processes import GONE_S, wait_until
+from tests.integration.processes import GONE_S, is_running, wait_until
 
 WAIT_S = 30
 
@@ -106,7 +106,7 @@ def test_a_stopped_worker_is_removed_after_the_heartbeat_timeout(start_job, tmp_
     wait_for_round(job, 2, 1)
     left = next(record for record in job.events() if isinstance(record, WorkerLeft))
     assert "silent" in left.why
-    wait_until(lambda: not Path(f"/proc/{victim}/cmdline").exists(), WAIT_S, "the stopped worker is killed")
+    wait_until(lambda: not is_running(victim), WAIT_S, "the stopped worker is killed")
 
 
 def test_all_workers_lost_at_once_is_a_clear_error(start_job, tmp_path):
@@ -283,7 +283,7 @@ run(loops.steps, ({str(tmp_path)!r}, 10**6), num_proc=2, launcher=LocalLauncher(
     driver.send_signal(getattr(signal, name))
     driver.wait(WAIT_S)
     for pid in pids:
-        wait_until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), GONE_S, f"worker {pid} is gone")
+        wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"worker {pid} is gone")
 
 
 def test_one_launcher_serves_one_job_after_the_other_and_two_at_once(start_job, tmp_path):

@@ -17,7 +17,7 @@ from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import Cluster, local_cluster
 from tests.integration.ml.holding import Hold, HoldingCallback, StepLog, standing_rows
-from tests.integration.processes import children, wait_for_file, wait_until
+from tests.integration.processes import children, is_running, wait_for_file, wait_until
 from tests.unit.ml.torch.estimators import HereEstimator
 
 EPOCHS, STEPS = 3, 8  # an epoch
@@ -89,7 +89,7 @@ def kill_executors_of(cluster: Cluster, pids: list[int]) -> None:
     for name in owners:
         cluster.kill_executor(name)
     # Its workers notice that a little later, and must not be let go on before.
-    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below), 60, "what ran in it is gone")
+    wait_until(lambda: not any(is_running(pid) for pid in below), 60, "what ran in it is gone")
 
 
 def when(hold: Hold, count: int, kill: Callable[[list[int]], None]) -> threading.Thread:

@@ -7,14 +7,13 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from spark_elastic import LocalLauncher
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.clusters import standalone
-from tests.integration.processes import GONE_S, assert_gone, children
+from tests.integration.processes import GONE_S, assert_gone, children, command_line
 from tests.integration.spark.conftest import Jobs, assert_nothing_left, finished
 from tests.leftovers import Before
 
@@ -132,7 +131,7 @@ def weather(job, diary, chance, cluster=None):
 
 def our_children():
     """Agents and workers below this process, which may also have Spark's JVM."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text(errors="replace") for pid in children(os.getpid())}
+    commands = {pid: command_line(pid) for pid in children(os.getpid())}
     return {pid: command for pid, command in commands.items() if "spark_elastic" in command}
 
 
