@@ -14,6 +14,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.optimizer import is_distributed
 from tests.unit.keras.test_keras_state import CLASSES, build_model, rows, same, together
+from tests.unit.world_link import tell
 
 
 def loss():
@@ -49,6 +50,7 @@ def halves(name, options):
     parts = [np.concatenate([values[start:][mine] for start in range(0, 64, 2 * HALF)]) for values in (x, y)]
     ours = model_with(hvd.DistributedOptimizer(OPTIMIZERS[name]()), **options)
     ours.fit(*parts, batch_size=HALF, epochs=2, shuffle=False, verbose=0)
+    tell("trained", name)
     if hvd.rank() != 0:
         return None
     plain = model_with(OPTIMIZERS[name](), **options)
