@@ -174,10 +174,10 @@ class Agent:
         assert self.worker is not None
         match message:
             case wire.WorkerWelcome(interval_s, _, _):
-                self.worker.send(wire.Ready(0, None, True, 1))
+                self.worker.send(wire.Ready(0, None, True, 1, None))
                 self._every(interval_s, self._worker_beat)
             case wire.Provisional():
-                self.worker.send(wire.Ready(0, None, False, 1))
+                self.worker.send(wire.Ready(0, None, False, 1, None))
             case wire.WorldAssigned():
                 self._enter(message)
             case wire.KvValues():
@@ -206,7 +206,7 @@ class Agent:
 
     def _ready_again(self) -> None:
         assert self.worker is not None
-        self.worker.send(wire.Ready(self.round, VERSION, False, 1))
+        self.worker.send(wire.Ready(self.round, VERSION, False, 1, None))
 
     def _worker_beat(self) -> None:
         if self.worker is not None:

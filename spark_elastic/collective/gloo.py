@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ from spark_elastic.collective.gloo_shutdown import (
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.wire.messages import Endpoint
 from spark_elastic.wire.worker_link import WorkerLink
 
 Fill = Callable[[torch.Tensor, int], None]
@@ -121,6 +123,23 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
             raise
 
 
+@dataclass(frozen=True)
+class Introduction:
+    """What the members of a new world know of one another before they connect.
+
+    Attributes:
+        addresses: their addresses as Gloo would announce them, by rank.
+        endpoints: where they listen, by rank.
+        shared_memory: the announcements of the members on this host, by rank; see `shared_memory.Offer`.
+        before: the descriptors that were open before any of them could connect.
+    """
+
+    addresses: Sequence[bytes]
+    endpoints: Sequence[Endpoint]
+    shared_memory: Sequence[bytes]
+    before: Collection[int]
+
+
 class GlooGroup:
     """A process group of one round. One thread uses it; `cut`, which ends it, may be called from any thread.
 
@@ -162,21 +181,25 @@ class GlooGroup:
         self._sockets: GroupSockets | None = None
         self.pg: ProcessGroupGloo | None = None
 
-    def connect(self) -> None:
+    def connect(self, introduction: Introduction | None = None) -> None:
         """Connect all members to one another; all of them call this.
+
+        Args:
+            introduction: what the members know of one another; None: they ask the driver for it. It is the same for
+                all of them.
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
-        threading.Thread(target=self._connect, name="spark-elastic-connect", daemon=True).start()
+        threading.Thread(target=self._connect, args=(introduction,), name="spark-elastic-connect", daemon=True).start()
         self._over.wait()
         with self._lock:
             if self._why is not None or self._failure is not None:
                 self._abandoned = True
         if self._abandoned:
-            _devices.pop(self._addresses[self.rank], None)  # another thread may still connect through it
+            give_up_device(self._addresses[self.rank])
             failure, self._failure, why = self._failure, None, self._why
             self.close()
             raise HorovodInternalError(
@@ -184,31 +207,16 @@ class GlooGroup:
             ) from failure
         _groups.add(self)
 
-    def _connect(self) -> None:
-        keys = [f"0/{rank}" for rank in range(self.size)]
-        kinds = [f"kind/{rank}" for rank in range(self.size)]
-        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", [*keys, *kinds])
+    def _connect(self, introduction: Introduction | None) -> None:
         pg: ProcessGroupGloo | None = None
         sockets: GroupSockets | None = None
         failure: BaseException | None = None
         try:
-            may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
-            kind = "gpu" if may else "cpu"
-            # set before the address: a member that can read the address can read this too
-            store.set(kinds[self.rank], f"{kind} {self.note}".encode())
-            before = open_descriptors()
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [_device(self._addresses[self.rank])]
-            options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-            options._threads = 2
-            pg = ProcessGroupGloo(store, self.rank, self.size, options)
+            pg, sockets = self._introduced(introduction) if introduction is not None else self._exchanged()
             timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * self._link.stall_timeout_s)  # so that the driver acts first
             pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
-            sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
-            values = [value.decode().partition(" ") for value in store.fetch(kinds)]
-            self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
         except BaseException as error:  # raised in the thread that waits
-            failure = store.error or error
+            failure = error
         with self._lock:
             if self._abandoned:
                 if sockets is not None:
@@ -217,6 +225,37 @@ class GlooGroup:
             else:
                 self.pg, self._sockets, self._failure = pg, sockets, failure
         self._over.set()
+
+    def _introduced(self, introduction: Introduction) -> tuple[ProcessGroupGloo, GroupSockets]:
+        """Connect to members whose addresses are known."""
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        for rank, value in enumerate(introduction.addresses):
+            if rank != self.rank:
+                store.set(_key(rank), value)  # type: ignore[arg-type]  # bytes are taken, too
+        pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
+        sockets = GroupSockets(introduction.before, set(self._addresses), introduction.addresses)
+        self.kinds = {endpoint.kind for endpoint in introduction.endpoints}
+        self.notes = [endpoint.note for endpoint in introduction.endpoints]
+        return pg, sockets
+
+    def _exchanged(self) -> tuple[ProcessGroupGloo, GroupSockets]:
+        """Exchange the members' addresses through the driver, and connect to them."""
+        keys = [_key(rank) for rank in range(self.size)]
+        kinds = [f"kind/{rank}" for rank in range(self.size)]
+        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", [*keys, *kinds])
+        try:
+            may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
+            kind = "gpu" if may else "cpu"
+            # set before the address: a member that can read the address can read this too
+            store.set(kinds[self.rank], f"{kind} {self.note}".encode())
+            before = open_descriptors()
+            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
+            sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
+            values = [value.decode().partition(" ") for value in store.fetch(kinds)]
+        except BaseException as error:
+            raise store.error or error from None
+        self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
+        return pg, sockets
 
     def cut(self, why: str) -> None:
         """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
@@ -381,11 +420,25 @@ _devices: dict[str, Any] = {}
 """Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
 
 
-def _device(address: str) -> Any:
-    """Return the device of this process at that address."""
+def gloo_options(address: str) -> Any:
+    """Return the options of a group that listens at that address, on this process's device there."""
     if address not in _devices:
         _devices[address] = ProcessGroupGloo.create_device(hostname=address)
-    return _devices[address]
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [_devices[address]]
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._threads = 2
+    return options
+
+
+def give_up_device(address: str) -> None:
+    """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
+    _devices.pop(address, None)
+
+
+def _key(rank: int) -> str:
+    """Return the key under which Gloo looks for a member's address."""
+    return f"0/{rank}"
 
 
 def _close_all_in_child() -> None:

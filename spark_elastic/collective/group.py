@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
+from spark_elastic.collective.gloo import Fill, GlooGroup, Introduction, LinkStore
 from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.shared_memory import find_peers
+from spark_elastic.collective.shared_memory import Offer, find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
     SharedMemoryReducer,
@@ -83,15 +83,24 @@ class Group(GlooGroup):
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
 
-    def connect(self) -> None:
-        super().connect()
+    def connect(self, introduction: Introduction | None = None, offer: Offer | None = None) -> None:
+        """Connect all members to one another; see `GlooGroup.connect`.
+
+        Args:
+            introduction: see there.
+            offer: this member's shared memory, which is taken or freed; None: it is made now.
+        """
         try:
-            self._shared = self._share_memory()
+            super().connect(introduction)
+            self._shared = self._share_memory(introduction, offer)
         except BaseException:
             self.close()
             raise
+        finally:
+            if offer is not None:
+                offer.close()
 
-    def _share_memory(self) -> SharedMemoryReducer | None:
+    def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
         hosts = list(dict.fromkeys(self._hosts))
         members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
         if len(hosts) == self.size:
@@ -99,7 +108,12 @@ class Group(GlooGroup):
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return None
-        found = find_peers(self, self._link, self._hosts)
+        settings: list[str] = []
+        announcements: Sequence[bytes] = ()
+        if introduction is not None:
+            settings = [endpoint.shares for endpoint in introduction.endpoints]
+            announcements = introduction.shared_memory
+        found = find_peers(self, self._link, self._hosts, offer or Offer(self._link), settings, announcements)
         if found is None:
             return None
         try:

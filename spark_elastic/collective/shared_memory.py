@@ -6,7 +6,7 @@ in any file system, no limit but memory, and is freed with the last process that
 
 Layout, in bytes::
 
-    0         identity: a MAC that only a member of the job can compute for this round and rank
+    0         identity: a MAC of the segment's nonce that only a member of the job can compute
     64        the counters, each on a separate cache line
     TABLE     for each chunk sent, modulo DEPTH: its offset and its code
     SMALL_AT  slots for small chunks
@@ -16,9 +16,9 @@ The counters carry the synchronisation: a member writes a chunk and its table en
 read the counter reads the chunk. Processors other than x86-64 keep that order only with a `fence` on both sides.
 
 A process id and a descriptor's number do not identify a member: the same host address can belong to containers that
-cannot see each other's processes. So each member draws a nonce for this round, writes the identity that belongs to it
-into its own segment, and checks the identities in the segments of the others. The segments are used only if every
-member has found all of them.
+cannot see each other's processes. So each member draws a nonce for each segment, writes the identity that belongs to it
+there, and checks the identities in the segments of the others. The segments are used only if every member has found all
+of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import select
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -44,6 +44,7 @@ import torch
 from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.errors import UsageError
+from spark_elastic.wire.messages import SHARED_MEMORY_BYTES
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
@@ -186,9 +187,12 @@ class OwnSegment(Mapping):
             os.close(self.descriptor)
             raise
 
-    def initialise(self, identity: bytes, round: int) -> None:
-        """Write this member's identity, and set the counters to the first count of the round."""
+    def identify(self, identity: bytes) -> None:
+        """Write this member's identity."""
         self._map[: len(identity)] = identity
+
+    def begin(self, round: int) -> None:
+        """Set the counters to the first count of the round."""
         for counter in (ARRIVED, REDUCED, CONSUMED):
             self.counters[counter] = first_count(round)
 
@@ -309,20 +313,67 @@ class HostPeers:
 
 
 class _Announcement(NamedTuple):
-    """A member's message to the others. `pid` is 0 if the member has no segment."""
+    """How the members on a host find a member's segment. `pid` is 0 if the member has none."""
 
     pid: int
     descriptor: int
     cores: int
-    demanded: int
+    reserved: int
     nonce: bytes
 
 
 _ANNOUNCEMENT = struct.Struct("<QQQQ32s")
+assert _ANNOUNCEMENT.size == SHARED_MEMORY_BYTES
 _warned = False
 
 
-def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> HostPeers | None:
+class Offer:
+    """This member's segment for its next world, made before that world is known, and what the others have to know.
+
+    Args:
+        link: derives the key of the job.
+
+    Raises:
+        InvalidSettingsError: the setting for the way of reduction is not valid.
+    """
+
+    def __init__(self, link: WorkerLink) -> None:
+        self.setting = reduction_setting()
+        self.segment: OwnSegment | None = None
+        self.why = ""
+        """The reason why there is no segment."""
+        self.announcement = _ANNOUNCEMENT.pack(0, 0, 0, 0, bytes(32))
+        """What the members on this host have to know."""
+        if self.setting == GLOO:
+            self.why = f"{REDUCTION_SETTING}=gloo"
+        elif not FUTEX_AVAILABLE:
+            self.why = f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
+        else:
+            try:
+                self.segment = OwnSegment()
+            except (OSError, AttributeError, ValueError) as error:
+                self.why = f"no memory to share could be made: {error}"
+        if self.segment is not None:
+            nonce = os.urandom(32)
+            self.segment.identify(_identity(link.derive_key("shared memory"), nonce))
+            cores = len(os.sched_getaffinity(0))
+            self.announcement = _ANNOUNCEMENT.pack(os.getpid(), self.segment.descriptor, cores, 0, nonce)
+
+    def close(self) -> None:
+        """Free the segment, unless it was taken."""
+        segment, self.segment = self.segment, None
+        if segment is not None:
+            segment.close()
+
+
+def find_peers(
+    group: GlooGroup,
+    link: WorkerLink,
+    hosts: Sequence[str],
+    offer: Offer,
+    settings: Collection[str] = (),
+    announcements: Sequence[bytes] = (),
+) -> HostPeers | None:
     """Open the segments of the group's members on this host; return None if any member of the group cannot.
 
     All members of the connected group call this together, and all of them get peers or all get None.
@@ -331,53 +382,54 @@ def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Host
         group: connects the members.
         link: derives the key of the job.
         hosts: the members' hosts, in the order of their ranks.
+        offer: this member's segment, which is taken or freed.
+        settings: the members' settings for the way of reduction, if they are known.
+        announcements: those of the members on this host, by rank, if they are known.
 
     Raises:
         HorovodInternalError: a peer is gone.
         UsageError: the setting demands shared memory, which is impossible here.
     """
-    wanted = reduction_setting()
-    own: OwnSegment | None = None
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
     found: HostPeers | None = None
-    why = ""
-    if wanted == GLOO:
-        why = f"{REDUCTION_SETTING}=gloo"
-    elif not FUTEX_AVAILABLE:
-        why = f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
-    else:
-        try:
-            own = OwnSegment()
-        except (OSError, AttributeError, ValueError) as error:
-            why = f"no memory to share could be made: {error}"
+    why = offer.why
     try:
-        key, nonce = link.derive_key("shared memory"), os.urandom(32)
-        mine = _Announcement(0, 0, 0, wanted == SHARED, nonce)
-        if own is not None:
-            own.initialise(_identity(key, group, group.rank, nonce), group.round)
-            mine = _Announcement(os.getpid(), own.descriptor, len(os.sched_getaffinity(0)), wanted == SHARED, nonce)
-        everyone = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in group.exchange(_ANNOUNCEMENT.pack(*mine))]
-        if own is not None and all(announced.pid for announced in everyone):
-            here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+        if not announcements:
+            mine = offer.announcement + offer.setting.encode().ljust(_SETTING_BYTES)
+            everyone = group.exchange(mine)
+            settings = [each[-_SETTING_BYTES:].decode().rstrip() for each in everyone]
+            announcements = [everyone[rank][:-_SETTING_BYTES] for rank in here]
+        if offer.segment is not None:
+            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announcements]
+            offer.segment.begin(group.round)
             try:
-                peers = _open_peers(key, group, here, everyone)
+                peers = _open_peers(link.derive_key("shared memory"), here.index(group.rank), others)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
             else:
-                cores = min(everyone[rank].cores for rank in here)
-                demanded = all(announced.demanded for announced in everyone)
-                found = HostPeers(own, here.index(group.rank), peers, cores, demanded)
+                cores = min(each.cores for each in others)
+                demanded = set(settings) == {SHARED}
+                found = HostPeers(offer.segment, here.index(group.rank), peers, cores, demanded)
+                offer.segment = None
         if all(any(answer) for answer in group.exchange(bytes([found is not None]))):
             return found
     except BaseException:
-        _close(own, found)
+        if found is not None:
+            found.close()
         raise
-    _close(own, found)
+    finally:
+        offer.close()
+    if found is not None:
+        found.close()
     why = why or "another worker cannot"
-    if wanted == SHARED:
+    if offer.setting == SHARED:
         raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
-    if wanted == AUTO:
+    if offer.setting == AUTO:
         _warn(why)
     return None
+
+
+_SETTING_BYTES = max(map(len, (AUTO, GLOO, SHARED)))
 
 
 def first_count(round: int) -> int:
@@ -385,30 +437,30 @@ def first_count(round: int) -> int:
     return (round & 0xFFFFFF) << 40
 
 
-def _identity(key: bytes, group: GlooGroup, rank: int, nonce: bytes) -> bytes:
-    return hmac.digest(key, f"{group.round} {group.name} {rank} ".encode() + nonce, hashlib.sha256)
+def _identity(key: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key, nonce, hashlib.sha256)
 
 
-def _open_peers(key: bytes, group: GlooGroup, here: list[int], everyone: list[_Announcement]) -> list[Peer]:
-    """Open the segments of the other members on this host, whose ranks in the group are `here`; see `Peer`."""
+def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
+    """Open the segments of the other members on this host; see `Peer`.
+
+    Args:
+        key: the job's key for shared memory.
+        rank: this member's rank among those on its host.
+        announced: what they have announced, by that rank.
+    """
     peers: list[Peer] = []
     try:
-        for local_rank, rank in enumerate(here):
-            other = everyone[rank]
-            if rank != group.rank:
-                peers.append(Peer(local_rank, other.pid, other.descriptor, _identity(key, group, rank, other.nonce)))
+        for number, other in enumerate(announced):
+            if not other.pid:
+                raise ValueError(f"local rank {number} has none")
+            if number != rank:
+                peers.append(Peer(number, other.pid, other.descriptor, _identity(key, other.nonce)))
     except BaseException:
         for peer in peers:
             peer.close()
         raise
     return peers
-
-
-def _close(own: OwnSegment | None, found: HostPeers | None) -> None:
-    if found is not None:
-        found.close()
-    elif own is not None:
-        own.close()
 
 
 def _warn(why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class AddressBook:
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
+        self._hosts: Counter[str] = Counter()
+        """The number of agents by host."""
         self._reached: set[str] = set()
         """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
@@ -54,9 +57,14 @@ class AddressBook:
         found = [address for of in allowed.values() for address in of]
         candidates = sorted(found, key=lambda a: (a != channel_address, is_loopback(a), is_ipv6(a), a))
         self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
+        self._hosts[hello.place.host] += 1
 
     def gone(self, agent: AgentId) -> None:
-        self._agents.pop(agent, None)
+        known = self._agents.pop(agent, None)
+        if known is not None:
+            self._hosts[known.host] -= 1
+            if not self._hosts[known.host]:
+                del self._hosts[known.host]
         self._asked.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
@@ -83,6 +91,11 @@ class AddressBook:
         asked = {split_port(target)[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached
         self._unreached |= asked - reached
+
+    def likely(self, agent: AgentId) -> str:
+        """Return the address that an agent would get in a world of all agents."""
+        known = self._agents[agent]
+        return self._best(known, one_host=len(self._hosts) <= 1)
 
     def choose(self, agents: Sequence[AgentId]) -> dict[AgentId, str]:
         """Return one address for each agent of a world.

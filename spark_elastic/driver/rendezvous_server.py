@@ -7,15 +7,16 @@ on the driver's event loop; every method must be called there.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
-from spark_elastic.membership.topology import AgentId, WorkerId, World
+from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
@@ -97,6 +98,10 @@ class Listener(Protocol):
         """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
+    def address_of(self, worker: WorkerId) -> str:
+        """Return the address that an expected worker will probably bind to."""
+        ...
+
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
 
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
@@ -128,7 +133,7 @@ class RendezvousServer:
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s, address="")
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: set[MessageStream] = set()
@@ -169,13 +174,18 @@ class RendezvousServer:
         if worker in self._workers:
             self._workers[worker].send(message)
 
-    def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
-        """Send the world to its members and start its key-value space."""
-        self._key_values.begin(world.round)
-        body = encode(wire.WorldAssigned(world, {str(worker): a for worker, a in addresses.items()}))
-        for member in world.members:
+    def publish(self, assigned: wire.WorldAssigned, parts: Mapping[str, bytes]) -> None:
+        """Send a world to its members, and start its key-value space.
+
+        Args:
+            assigned: The message, without a payload.
+            parts: The payload for the members on each host.
+        """
+        self._key_values.begin(assigned.world.round)
+        body = encode(assigned)
+        for member in assigned.world.members:
             if member.worker in self._workers:
-                self._workers[member.worker].send_encoded(body)
+                self._workers[member.worker].send_encoded(body + parts.get(member.place.host, b""))
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
@@ -230,7 +240,8 @@ class RendezvousServer:
                 return
             self._workers[message.worker] = stream
             self._worker_of[stream] = message.worker
-            stream.send(self._worker_welcome)
+            address = self._listener.address_of(message.worker)
+            stream.send(dataclasses.replace(self._worker_welcome, address=address))
             self._listener.worker_said(message.worker, message)
         else:
             stream.abort(f"{type(message).__name__} before a hello")

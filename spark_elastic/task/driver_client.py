@@ -20,6 +20,7 @@ from spark_elastic.task import reaper
 from spark_elastic.task.script import ScriptExit
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
+    SHARED_MEMORY_BYTES,
     Abandoned,
     Cut,
     EpochDecision,
@@ -43,7 +44,7 @@ from spark_elastic.wire.messages import (
     WorkerWelcome,
     WorldAssigned,
 )
-from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
+from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition
 
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
@@ -80,6 +81,9 @@ class ChannelLink:
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
         self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
+        self._prepare: Callable[[str], Preparation | None] | None = None
+        self._address: str | None = None
+        """The address to bind to: that of the newest world, or the probable one. None: the driver has not answered."""
         self._ending = False
         self._beat_now = threading.Event()
         self.stall_timeout_s = 0.0
@@ -91,8 +95,23 @@ class ChannelLink:
 
     # --- WorkerLink -----------------------------------------------------------------------------------
 
+    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None:
+        self._prepare = prepare
+
+    def _send_ready(self, round: int, version: StateVersion | None, at_init: bool, loop: int) -> None:
+        prepared: Preparation | None = None
+        if self._prepare is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._address is not None)
+                address = self._address
+            prepared = self._prepare(str(address))
+        if prepared is None:
+            self._send(Ready(round, version, at_init, loop, None))
+        else:
+            self._send(Ready(round, version, at_init, loop, prepared.endpoint, prepared.shared_memory))
+
     def join_at_init(self) -> Assignment | ProvisionalPosition:
-        self._send(Ready(round=0, version=None, at_init=True, loop=1))
+        self._send_ready(0, None, at_init=True, loop=1)
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
             position = self._assignment or self._provisional
@@ -107,7 +126,7 @@ class ChannelLink:
         meanwhile: Callable[[], None] | None = None,
     ) -> Assignment | ProvisionalPosition:
         self._version = version
-        self._send(Ready(round=round, version=version, at_init=False, loop=loop))
+        self._send_ready(round, version, at_init=False, loop=loop)
         if meanwhile is not None:
             meanwhile()
         with self._changed:
@@ -258,9 +277,12 @@ class ChannelLink:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s, address):
                 self._channel.set_silence_limit(silence_limit_s)
                 self.stall_timeout_s = stall_timeout_s
+                with self._changed:
+                    self._address = self._address or address
+                    self._changed.notify_all()
                 beats = threading.Thread(
                     target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
                 )
@@ -278,9 +300,11 @@ class ChannelLink:
 
     def _store(self, message: Message) -> None:
         match message:
-            case WorldAssigned(world, addresses):
-                by_worker = {int(worker): address for worker, address in addresses.items()}
-                self._assignment = Assignment(world, self.worker, by_worker, self._updates_seen)
+            case WorldAssigned(world, addresses, endpoints, payload):
+                size = SHARED_MEMORY_BYTES
+                parts = tuple(payload[start : start + size] for start in range(0, len(payload), size))
+                self._assignment = Assignment(world, self.worker, addresses, self._updates_seen, endpoints, parts)
+                self._address = addresses[world.member(self.worker).rank]
                 self._replies.clear()
             case Provisional(rank, size, loop):
                 self._provisional = ProvisionalPosition(rank, size, loop)

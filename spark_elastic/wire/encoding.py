@@ -1,7 +1,8 @@
-"""Messages as bytes: a line of JSON, followed by the raw bytes of `payload` if the message has one.
+"""Messages as bytes: a line of JSON, the head, followed by the raw bytes of `payload` if the message has one.
 
-A long message without a payload is compressed, because a world of a thousand members is sent to each of them. No
-message is ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never
+A long head is compressed, because a world of a thousand members is sent to each of them. A message that many get with
+different payloads is encoded without one, once, and each payload is appended to the bytes. No message is ever
+unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never
 reach the driver's state. What is done for each field is determined once for each type of message.
 """
 
@@ -36,8 +37,8 @@ def encode(message: Message) -> bytes:
     fields = {name: getattr(message, name) for name in _plain_fields(cls)}
     fields["type"] = cls.__name__
     payload: bytes = getattr(message, "payload", b"")
-    body = _to_json(fields).encode() + _SEPARATOR + payload
-    return body if payload or len(body) < _COMPRESS_FROM_BYTES else zlib.compress(body, 1)
+    head = _to_json(fields).encode() + _SEPARATOR
+    return (head if len(head) < _COMPRESS_FROM_BYTES else zlib.compress(head, 1)) + payload
 
 
 _PLAIN_FIELDS: dict[type[Any], tuple[str, ...]] = {}
@@ -65,9 +66,11 @@ def decode(data: bytes) -> Message:
         ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     if data.startswith(_COMPRESSED):
-        data = _decompressed(data)
-    head, separator, payload = data.partition(_SEPARATOR)
-    if not separator:
+        head, payload = _decompressed(data)
+        separator = head[-1:]
+    else:
+        head, separator, payload = data.partition(_SEPARATOR)
+    if separator != _SEPARATOR:
         raise ProtocolError("a frame without a message head")
     try:
         fields = json.loads(head)
@@ -85,15 +88,16 @@ def decode(data: bytes) -> Message:
         raise ProtocolError(f"{name}{error.path}: {error.text}") from None
 
 
-def _decompressed(data: bytes) -> bytes:
+def _decompressed(data: bytes) -> tuple[bytes, bytes]:
+    """Return the head, and the payload behind it."""
     stream = zlib.decompressobj()
     try:
         body = stream.decompress(data, MAX_MESSAGE_BYTES)
     except zlib.error as error:
         raise ProtocolError(f"a compressed message that is damaged: {error}") from None
-    if not stream.eof or stream.unused_data:
+    if not stream.eof:
         raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
-    return body
+    return body, stream.unused_data
 
 
 # --- how the values of each type are read -------------------------------------------------------------

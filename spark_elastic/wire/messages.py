@@ -15,6 +15,7 @@ import cloudpickle
 from spark_elastic.membership.topology import Place, StateVersion, World
 
 FUNCTION_PART_BYTES = 1 << 20
+SHARED_MEMORY_BYTES = 64
 
 
 class Message:
@@ -179,6 +180,22 @@ class WorkerHeartbeat(Message):
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where a worker listens for the other members of its next world, and what they have to know of it."""
+
+    address: str
+    port: int
+    first: int
+    """The number of the connection that the listener expects of rank 0; that of rank r is greater by r."""
+    kind: str
+    """The device that its tensors may be on: "cpu" or "gpu"."""
+    shares: str
+    """What it is set to do with memory that it could share: "auto", "shared" or "gloo"."""
+    note: str
+    """A text that has to be the same for all members."""
+
+
+@dataclass(frozen=True)
 class Ready(Message):
     """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
@@ -186,6 +203,10 @@ class Ready(Message):
     version: StateVersion | None
     at_init: bool
     loop: int
+    endpoint: Endpoint | None
+    """None: the members of its next world have to ask for its address."""
+    payload: bytes = b""
+    """For members on its host: how to find the memory that it shares, in `SHARED_MEMORY_BYTES`, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +299,8 @@ class WorkerWelcome(Message):
     silence_limit_s: float
     stall_timeout_s: float
     """How long a member may wait in a collective before the driver acts."""
+    address: str
+    """The address that the worker will probably bind to in its first world."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +308,12 @@ class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
     world: World
-    addresses: dict[str, str]
-    """The address that each worker binds to, by its id as a string."""
+    addresses: tuple[str, ...]
+    """The address that each member binds to, by rank."""
+    endpoints: tuple[Endpoint, ...]
+    """Where each member listens already, by rank; empty if the members have to exchange their addresses first."""
+    payload: bytes = b""
+    """`Ready.payload` of the members on the receiver's host, by rank; zeros for one that has sent none."""
 
 
 @dataclass(frozen=True)

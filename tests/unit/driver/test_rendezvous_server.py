@@ -33,6 +33,9 @@ class Recorder:
 
         return note
 
+    def address_of(self, worker):
+        return f"10.0.0.{worker}"
+
     def worker_expected(self, worker):
         return worker in self.expected
 
@@ -120,7 +123,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5, 1))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0, 60.0))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0, 60.0, "10.0.0.5"))
     _, second = served.client(wire.WorkerHello(5, 1))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -133,7 +136,8 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     served.listener.wait_for("worker_said", 1)
     served.listener.wait_for("worker_said", 2)
     world = World(1, (Member(1, PLACE, 0, 0, 2, 0, 1), Member(2, PLACE, 1, 1, 2, 0, 1)), 0, None, True)
-    served.call(served.server.publish, world, {1: "127.0.0.1", 2: "127.0.0.1"})
+    assigned = wire.WorldAssigned(world, ("127.0.0.1", "127.0.0.1"), ())
+    served.call(served.server.publish, assigned, {})
     two.send(wire.KvGet(1, 77, ("a", "b")))
     one.send(wire.KvSet(1, "a", b"x"))
     one.send(wire.KvSet(1, "b", b"yz"))

@@ -34,7 +34,8 @@ def member(rank: int, size: int, reductions: int, line: socket.socket) -> None:
     """Reduce tensors of changing sizes, some at a time; raise if a sum is wrong."""
     torch.set_num_threads(1)
     own = OwnSegment()
-    own.initialise(identity(rank), ROUND)
+    own.identify(identity(rank))
+    own.begin(ROUND)
     line.sendall(struct.pack("<QQ", os.getpid(), own.descriptor))
     everyone = list(struct.iter_unpack("<QQ", line.recv(16 * size, socket.MSG_WAITALL)))
     peers = [Peer(r, *everyone[r], identity(r)) for r in range(size) if r != rank]

@@ -175,7 +175,8 @@ def races(members: int, sliced: bool, seed: int, monkeypatch, without: str = "")
         monkeypatch.setattr(module, "fence", fence)
     segments = [OwnSegment() for _ in range(members)]
     for rank, own in enumerate(segments):
-        own.initialise(bytes([rank + 1] * 32), 1)
+        own.identify(bytes([rank + 1] * 32))
+        own.begin(1)
         own.small._end = own.small._next  # few slots, each used many times
     reducers = []
     for rank, own in enumerate(segments):

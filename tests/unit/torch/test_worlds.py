@@ -99,7 +99,7 @@ def test_gloos_own_timeout_leaves_the_driver_time_to_act_at_a_stall():
 def stops_before_connecting():
     from spark_elastic.collective import gloo
 
-    def stopped(self):
+    def stopped(self, *introduced):
         tell("stopped")
         threading.Event().wait()
 
@@ -109,8 +109,9 @@ def stops_before_connecting():
     return hvd.size(), process.assignment.world.round
 
 
-def test_a_member_lost_while_the_world_connects_does_not_delay_the_others():
-    with WorldDriver(start_with=2) as driver:
+@pytest.mark.parametrize("introduces", [True, False])
+def test_a_member_lost_while_the_world_connects_does_not_delay_the_others(introduces):
+    with WorldDriver(start_with=2, introduces=introduces) as driver:
         driver.start(stops_before_connecting, count=2)
         driver.wait(lambda: driver.told("stopped"))
         driver.evict(2)
@@ -172,7 +173,7 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     subject.position = Position(rank=0, size=2)
     place = Place("a", "e1", 0)
     world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, None, True)
-    subject.assignment = Assignment(world, 1, {1: "127.0.0.1", 2: "127.0.0.1"})
+    subject.assignment = Assignment(world, 1, ("127.0.0.1", "127.0.0.1"))
     monkeypatch.setattr("spark_elastic.collective.process.Group", CutWhileItIsMade)
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
@@ -189,7 +190,28 @@ def connects_again():
     return sums, len(gloo._devices), len(graveyard._groups)
 
 
-def test_one_device_connects_group_after_group():
-    with WorldDriver(start_with=2) as driver:
+@pytest.mark.parametrize("introduces", [True, False])
+def test_one_device_connects_group_after_group(introduces):
+    with WorldDriver(start_with=2, introduces=introduces) as driver:
         driver.start(connects_again, count=2)
         assert driver.results(2) == [([2.0] * 3, 1, 0)] * 2
+
+
+def looks_at_its_rendezvous():
+    asked = []
+    link().kv_get = lambda round, keys, timeout_s: asked.append(keys) or 1 / 0
+    link().kv_set = lambda round, key, value: asked.append(key)
+    hvd.init()
+    frontend.rejoin(1)
+    total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
+    return asked, total[-1].item(), process.group()._shared is not None, process.group().notes
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count", "shares"),
+    [(("127.0.0.1",), 3, True), (("127.0.0.1", "127.0.0.2"), 2, False), (("::1",), 3, True)],
+)
+def test_members_that_the_driver_introduces_ask_for_nothing(hosts, count, shares):
+    with WorldDriver(hosts=hosts, start_with=count) as driver:
+        driver.start(looks_at_its_rendezvous, count=count)
+        assert driver.results(count) == [([], float(count), shares, [""] * count)] * count

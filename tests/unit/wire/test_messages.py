@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import zlib
 
 import pytest
 from hypothesis import given
@@ -10,19 +12,21 @@ from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode, encode
 
 PLACE = Place("127.0.0.2", "3", 5)
+ENDPOINT = wire.Endpoint("10.0.0.1", 4711, 3, "cpu", "auto", "[0, 1]")
 WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
 
 EXAMPLES = [
     wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
     wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
-    wire.Ready(3, None, False, 0),
-    wire.Ready(3, StateVersion(2, 12, 1), True, 2),
+    wire.Ready(3, None, False, 0, None),
+    wire.Ready(3, StateVersion(2, 12, 1), True, 2, ENDPOINT, bytes(64)),
     wire.LoopResult(2, "", b"sealed"),
     wire.RunAgain(2, "rank 0 is gone"),
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
     wire.KvValues(9, (0, 3), b"abc"),
-    wire.WorldAssigned(WORLD, {"7": "10.0.0.1"}),
+    wire.WorldAssigned(WORLD, ("10.0.0.1",), ()),
+    wire.WorldAssigned(WORLD, ("10.0.0.1",), (ENDPOINT,), b"\x01" * 64),
     wire.AgentWelcome(2.0, 30.0),
     wire.Pong(),
 ]
@@ -38,6 +42,9 @@ def test_whole_number_is_accepted_as_a_float():
     assert decode(data) == wire.AgentWelcome(2.0, 30.0)
 
 
+READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
+
+
 @pytest.mark.parametrize(
     ("head", "complaint"),
     [
@@ -47,14 +54,17 @@ def test_whole_number_is_accepted_as_a_float():
         (b'{"type":"Nope"}', "unknown message type 'Nope'"),
         (b'{"type":"Pong","more":1}', "unknown fields"),
         (b'{"type":"Ready","round":1,"version":null}', "missing fields"),
-        (b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1}', "expected int, got str"),
-        (b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1}', "expected int, got bool"),
-        (b'{"type":"Ready","round":1,"version":3,"at_init":false,"loop":1}', "expected an object"),
         (
-            b'{"type":"Ready","round":1,"version":{"loop":1,"steps":-1,"marks":0},"at_init":false,"loop":1}',
-            "steps >= 0",
+            b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1,"endpoint":null}',
+            "expected int, got str",
         ),
-        (b'{"type":"Ready","round":1,"version":{"loop":0,"steps":1,"marks":0},"at_init":false,"loop":1}', "loop >= 1"),
+        (
+            b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1,"endpoint":null}',
+            "expected int, got bool",
+        ),
+        (READY + b'"round":1,"version":3}', "expected an object"),
+        (READY + b'"round":1,"version":{"loop":1,"steps":-1,"marks":0}}', "steps >= 0"),
+        (READY + b'"round":1,"version":{"loop":0,"steps":1,"marks":0}}', "loop >= 1"),
         (b'{"type":"OutputLines","worker":1,"stream":"stdout","lines":"x"}', "expected a list"),
         (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
         (b"[" * 100_000, "not JSON"),
@@ -63,6 +73,19 @@ def test_whole_number_is_accepted_as_a_float():
 def test_invalid_message_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
     with pytest.raises(ProtocolError, match=complaint):
         decode(head + b"\n")
+
+
+def test_long_head_is_compressed_and_the_payload_behind_it_is_not():
+    assigned = wire.WorldAssigned(WORLD, ("10.0.0.1",) * 3000, (ENDPOINT,) * 3000)
+    head = encode(assigned)
+    assert len(head) < 10_000
+    payload = bytes(range(256)) * 10
+    assert decode(head + payload) == dataclasses.replace(assigned, payload=payload)
+    assert decode(head) == assigned
+    with pytest.raises(ProtocolError, match="incomplete"):
+        decode(head[:-1])
+    with pytest.raises(ProtocolError, match="without a message head"):
+        decode(zlib.compress(json.dumps({"type": "Pong"}).encode()))
 
 
 def test_bytes_after_a_message_without_payload_are_refused():
@@ -82,6 +105,6 @@ def test_random_bytes_raise_only_protocol_errors(data):
     )
 )
 def test_random_json_under_a_real_type_raises_only_protocol_errors(value):
-    head = {"type": "WorldAssigned", "world": value, "addresses": value}
+    head = {"type": "WorldAssigned", "world": value, "addresses": value, "endpoints": value}
     with pytest.raises(ProtocolError):
         decode(json.dumps(head).encode() + b"\n")
