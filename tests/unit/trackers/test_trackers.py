@@ -13,7 +13,7 @@ import pytest
 
 from spark_elastic import DriverCallback, MLflowCallback, TensorBoardCallback
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
-from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store, without_password
 from spark_elastic.ml.persistence import plain_and_objects
 from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
 from spark_elastic.trackers.tensorboard import tag_of
@@ -66,6 +66,9 @@ def active(uri: str) -> Any:
         ("sqlite:////data/runs.db", "sqlite:////data/runs.db"),
         ("mlruns", "file://{here}/mlruns"),
         ("file:///data/mlruns", "file:///data/mlruns"),
+        ("databricks", "databricks"),
+        ("databricks-uc", "databricks-uc"),
+        ("databricks://profile", "databricks://profile"),
     ],
 )
 def test_active_run_reaches_the_workers_environment(uri: str, absolute: str, monkeypatch: Any, tmp_path: Path) -> None:
@@ -84,7 +87,9 @@ def test_nothing_travels_without_an_active_run(monkeypatch: Any) -> None:
     assert "mlflow" not in sys.modules
 
 
-@pytest.mark.parametrize(("uri", "warns"), [("sqlite:////data/runs.db", True), ("http://tracking:5000", False)])
+@pytest.mark.parametrize(
+    ("uri", "warns"), [("sqlite:////data/runs.db", True), ("http://tracking:5000", False), ("databricks", False)]
+)
 def test_store_on_the_drivers_disk_is_warned_of(uri: str, warns: bool, caplog: Any) -> None:
     warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": uri})
     assert bool(caplog.records) == warns
@@ -106,3 +111,10 @@ def test_driver_callbacks_are_not_saved_with_an_estimator(caplog: Any) -> None:
     assert plain["callbacks"] is None
     assert "callbacks" not in objects
     assert "Mine of HereEstimator is not saved with it" in caplog.text
+
+
+def test_password_in_the_address_of_a_server_is_not_logged(caplog: Any) -> None:
+    assert without_password("http://me:secret@tracking:5000/x") == "http://me:***@tracking:5000/x"
+    assert without_password("sqlite:////data/a@b:c") == "sqlite:////data/a@b:c"
+    warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": "file://me:secret@/data"})
+    assert "secret" not in caplog.text
