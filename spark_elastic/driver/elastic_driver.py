@@ -390,7 +390,7 @@ class ElasticDriver:
         if gone is not None:
             self._fail(self._session_lost(gone))
         self._handle(seen.SlotEnded(end.slot, end.cause, end.submitted))
-        if not self._launched:
+        if self._ending and not self._launched:  # before the end, slots that are over are launched again
             self._slots_over.set()
 
     # --- commands out -------------------------------------------------------------------------------

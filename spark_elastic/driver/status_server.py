@@ -21,6 +21,7 @@ import re
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,9 @@ DOCUMENT_S = 0.25
 """Seconds for which a document is used again, so that many readers cost no more than a few."""
 CLOSE_S = 0.5
 """Seconds that the connections have at the end of the job to take their responses."""
+ASKS_AGAIN_S = 1.0
+"""Seconds after an answer that had to wait for news within which its reader is expected to ask again."""
+_LOOK_S = 0.02
 PORTS_TRIED = 16
 
 _PAGE = Path(__file__).with_name("status_page.html")
@@ -160,6 +164,8 @@ class StatusServer:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._cached: tuple[float, Document] | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._answered: deque[float] = deque()
+        """When readers that wait for news were told that the job runs, and have not asked again."""
         self._closing: asyncio.Event
         self._loop: asyncio.AbstractEventLoop | None = None
         self._up = threading.Event()
@@ -205,6 +211,7 @@ class StatusServer:
         self._up.set()
         try:
             await self._closing.wait()
+            await self._let_readers_return()
         finally:
             server.close()
             if self._connections:
@@ -212,6 +219,12 @@ class StatusServer:
                 for task in late:
                     task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
+
+    async def _let_readers_return(self) -> None:
+        """Keep listening for readers that are between two requests, or they would not learn how the job ended."""
+        until = clock.monotonic() + CLOSE_S
+        while clock.monotonic() < until and self._answered and self._answered[-1] > clock.monotonic() - ASKS_AGAIN_S:
+            await asyncio.sleep(_LOOK_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -264,8 +277,11 @@ class StatusServer:
             case "/":
                 return page()
             case "/status.json":
-                await self._wait(request)
-                body = json.dumps(self._present(), separators=(",", ":"), allow_nan=False).encode()
+                waits = await self._wait(request)
+                document = self._present()
+                if waits and document["ended"] is None:
+                    self._answered.append(clock.monotonic())
+                body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
                 return PageResponse(200, body, "application/json")
             case "/metrics":
                 return PageResponse(200, metrics_text(self._present()).encode(), METRICS_TYPE)
@@ -286,15 +302,25 @@ class StatusServer:
             why = "the token is missing or wrong: add ?token=... as in the line that the driver program printed"
             raise RefusedRequest(401, f"{why}, or an Authorization: Bearer header", WWW_Authenticate="Bearer")
 
-    async def _wait(self, request: PageRequest) -> None:
-        """Hold a request for news until its `wait` seconds have passed, or the job is over."""
+    async def _wait(self, request: PageRequest) -> bool:
+        """Hold a request for news until its `wait` seconds have passed, or the job is over.
+
+        Returns:
+            Whether it is such a request.
+        """
         try:
             seconds = min(float(request.query.get("wait", "0")), LONGEST_WAIT_S)
         except ValueError:
             raise RefusedRequest(400, "wait is a number of seconds") from None
-        if seconds > 0:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), seconds)
+        if not seconds > 0:
+            return False
+        while self._answered and self._answered[0] < clock.monotonic() - ASKS_AGAIN_S:
+            self._answered.popleft()  # its reader has gone
+        if self._answered:
+            self._answered.popleft()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return True
 
     def _present(self) -> Document:
         now = clock.monotonic()

@@ -15,9 +15,9 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from spark_elastic.errors import InvalidSettingsError
@@ -202,19 +202,21 @@ class CallbackSession:
 
     # --- the fit's thread -------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def fit(self, run: DriverRun) -> Iterator[None]:
+    def fit(self, run: DriverRun) -> contextlib.AbstractContextManager[None]:
         """Call `on_fit_start` now and `on_fit_end` at the end of the block, with `succeeded`'s or the block's error."""
-        try:
-            for each in self._callbacks:
-                self._note_stop(each, "on_fit_start", each.on_fit_start(run))
-                self._started.append(each)
-            yield
-        except BaseException as error:
+        return _Fit(self, run)
+
+    def begin(self, run: DriverRun) -> None:
+        """Call `on_fit_start` of all callbacks."""
+        for each in self._callbacks:
+            self._note_stop(each, "on_fit_start", each.on_fit_start(run))
+            self._started.append(each)
+
+    def end(self, error: BaseException | None) -> None:
+        """Call `on_fit_end` of all callbacks that have begun. Raises the first error of these if `error` is None."""
+        if error is not None:
             self._result = replace(self._result, error=error, model=None, history=self.history)
-            self._end(error)
-            raise
-        self._end(None)
+        self._end(error)
 
     def succeeded(self, result: DriverResult) -> None:
         """Set the result for `on_fit_end`."""
@@ -285,3 +287,21 @@ class CallbackSession:
                 first = first or problem
         if error is None and first is not None:
             raise first
+
+
+class _Fit:
+    """The block of `CallbackSession.fit`. No generator, from which a StopIteration of a callback would not come out."""
+
+    def __init__(self, session: CallbackSession, run: DriverRun) -> None:
+        self._session = session
+        self._run = run
+
+    def __enter__(self) -> None:
+        try:
+            self._session.begin(self._run)
+        except BaseException as error:
+            self._session.end(error)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._session.end(error)

@@ -6,9 +6,12 @@ Without these variables, each worker would open a database of its own in its wor
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +21,35 @@ from spark_elastic.settings import TRACKED_RUN
 log = logging.getLogger("spark_elastic")
 
 _URI, _RUN, _EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"
+_STORES_BY_NAME = ("databricks", "databricks-uc", "uc")
+"""Tracking URIs without a scheme that are no folders."""
+_thread = threading.local()
+
+
+def active_run_id() -> str | None:
+    """Return the id of the MLflow run that is active on this thread; None without one."""
+    mlflow: Any = sys.modules.get("mlflow")
+    try:
+        active = None if mlflow is None else mlflow.active_run()
+        return None if active is None else str(active.info.run_id)
+    except Exception:  # a tracker must not keep a training from starting
+        return None
+
+
+@contextlib.contextmanager
+def fits_of(run_id: str | None) -> Iterator[None]:
+    """Let fits in the block know the run that was active where their search began: its threads have none."""
+    before, _thread.search = search_run_id(), run_id
+    try:
+        yield
+    finally:
+        _thread.search = before
+
+
+def search_run_id() -> str | None:
+    """Return the run that `fits_of` has set on this thread; None outside of such a block."""
+    found: str | None = getattr(_thread, "search", None)
+    return found
 
 
 def tracking_environment() -> dict[str, str]:
@@ -45,13 +77,18 @@ def tracking_environment() -> dict[str, str]:
 def warn_of_local_store(env: Mapping[str, str]) -> None:
     """Warn if workers on other machines cannot reach the tracking store, because it is a file of the driver's disk."""
     uri = env.get(_URI, "")
-    if _RUN in env and urlsplit(uri).scheme in ("", "file", "sqlite"):
+    if _RUN in env and uri not in _STORES_BY_NAME and urlsplit(uri).scheme in ("", "file", "sqlite"):
         log.warning(
             "the MLflow run that is active here is stored in %s, a file that workers on other machines cannot reach "
             "unless the path is shared: what they log would be lost or raise. MLflowCallback is not affected, because "
             "it logs from the driver; for mlflow calls in workers, use a tracking server (mlflow.set_tracking_uri)",
-            uri,
+            without_password(uri),
         )
+
+
+def without_password(uri: str) -> str:
+    """Return a tracking URI as it may be shown."""
+    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1:***@", uri)
 
 
 def _absolute(uri: str) -> str:
@@ -59,7 +96,7 @@ def _absolute(uri: str) -> str:
     parts = urlsplit(uri)
     if parts.scheme == "sqlite" and parts.path and not parts.path.startswith("//"):
         return f"sqlite:///{Path(parts.path[1:]).absolute()}"
-    if parts.scheme == "":
+    if parts.scheme == "" and uri not in _STORES_BY_NAME:
         return Path(uri).absolute().as_uri()
     if parts.scheme == "file" and not parts.path.startswith("/"):
         return Path(parts.path).absolute().as_uri()

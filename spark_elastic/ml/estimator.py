@@ -35,6 +35,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
+from spark_elastic.jobs.tracking import active_run_id, fits_of
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
     SharedDatasets,
@@ -259,10 +260,12 @@ class ElasticEstimator(
             is_connect(dataset) or not dataset._jdf.queryExecution().analyzed().deterministic()
         )
         estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
+        tracked = active_run_id()
 
         def fit(index: int) -> tuple[int, Any]:
             try:
-                return index, estimator.fit(dataset, paramMaps[index])
+                with fits_of(tracked):
+                    return index, estimator.fit(dataset, paramMaps[index])
             finally:
                 shared.done()
 

@@ -25,16 +25,18 @@ def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def describe_setting(name: str, value: Any) -> Any:
     """Return a setting's value as a number, a bool or a short text."""
     if name in _SECRETS and isinstance(value, Mapping):
-        return ", ".join(sorted(map(str, value)))
+        return _cut(", ".join(sorted(map(str, value))))
     if name == "run_options" and isinstance(value, Mapping):
-        return str({key: describe_setting(key, one) for key, one in value.items()})
+        return _cut(str({key: describe_setting(key, one) for key, one in value.items()}))
     return describe(value)
 
 
 def describe(value: Any) -> Any:
     """Return a value as a number, a bool or a short text that does not change from run to run."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return _cut(value)
     if isinstance(value, numbers.Real):
         return value.item() if hasattr(value, "item") else value
     if isinstance(value, os.PathLike):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import posixpath
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
+from spark_elastic.jobs.tracking import search_run_id, without_password
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.trackers import mlflow_models
-from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
+from spark_elastic.trackers.mlflow_server import answers, is_reachable, quick_requests
 
 log = logging.getLogger("spark_elastic.mlflow")
 
@@ -24,6 +26,9 @@ NOT_METRICS = ("epoch", "ended")
 RETRY_AFTER_S = 10.0
 """Time after a failure before the tracking server is tried again."""
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
+_LONGEST_NAME, _MOST_METRICS = 250, 1000
+"""MLflow's limits of a metric's name, and of the metrics in one request."""
+_PARENT = "mlflow.parentRunId"
 MODELS = ("native", "spark")
 
 
@@ -38,7 +43,8 @@ class MLflowCallback(DriverCallback):
     Args:
         run_name: Name of a run that is started.
         experiment_name: Experiment of a run that is started. Default: the active one.
-        nested: Start a run below the active one, instead of logging to that: for several fits in one run.
+        nested: Start a run below the active one, instead of logging to that: for several fits in one run, and for
+            those of a `CrossValidator`, which are below the run that is active where its `fit` is called.
         tags: Tags of the run.
         log_models: "native": the trained module or Keras model as `native_model`, with a signature, which loads without
             Spark; "spark": the Spark model as `spark_model`. [] for none.
@@ -69,31 +75,39 @@ class MLflowCallback(DriverCallback):
         self.run_name = run_name
         self.experiment_name = experiment_name
         self.nested = nested
-        self.tags = dict(tags or {})
+        self.tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self.log_models = tuple(kinds)
         self.registered_model_name = registered_model_name
         self.log_settings = True
         self._fits = threading.local()
-        """The fit of each thread: all events of a fit come on one."""
+        """The fits of each thread: all events of a fit come on one."""
 
     @property
     def run_id(self) -> str | None:
         """The id of the run that this thread's newest fit was logged to; None before, and if none could be started."""
-        fit: MLflowFit | None = getattr(self._fits, "present", None)
+        fit: MLflowFit | None = getattr(self._fits, "newest", None)
         return None if fit is None else fit.run_id
 
     def on_fit_start(self, run: DriverRun) -> None:
-        self._fits.present = fit = MLflowFit(self, run)
+        self._fits.newest = fit = MLflowFit(self, run)
         fit.begin()
+        self._present().append(fit)
 
     def on_epoch_end(self, row: Row) -> None:
-        self._fits.present.epoch(row)
+        self._present()[-1].epoch(row)
 
     def on_membership_change(self, change: MembershipChange) -> None:
-        self._fits.present.change(change)
+        self._present()[-1].change(change)
 
     def on_fit_end(self, result: DriverResult) -> None:
-        self._fits.present.end(result)
+        self._present().pop().end(result)
+
+    def _present(self) -> list[MLflowFit]:
+        """Return the fits that run on this thread. The last has begun within an event of the one before it."""
+        if not hasattr(self._fits, "present"):
+            self._fits.present = []
+        fits: list[MLflowFit] = self._fits.present
+        return fits
 
 
 class MLflowFit:
@@ -111,6 +125,8 @@ class MLflowFit:
         self._queue: list[tuple[str, Callable[[], None]]] = []
         """What is to be logged: its name for people, and the call that does it."""
         self._retry_at = 0.0
+        self._is_away = True
+        """The server has not answered the last request, or there was none yet."""
         self._is_without_run = False
         """The server has refused the run itself, so there is nothing to log to."""
         self._warned: set[str] = set()
@@ -170,10 +186,14 @@ class MLflowFit:
                 if not is_reachable(uri):
                     self._wait_for_server(uri, "it accepts no connection")
                     return
+                if self._is_away and not answers(uri):
+                    self._wait_for_server(uri, "it does not answer")
+                    return
+                self._is_away = False
                 try:
                     call()
                 except Exception as error:
-                    if not is_reachable(uri):  # it went away meanwhile
+                    if not answers(uri):  # it went away meanwhile
                         self._wait_for_server(uri, f"{type(error).__name__}: {error}")
                         return
                     if name not in self._warned:
@@ -186,14 +206,14 @@ class MLflowFit:
                 self._queue.pop(0)
 
     def _wait_for_server(self, uri: str, why: str) -> None:
-        self._retry_at = clock.monotonic() + RETRY_AFTER_S
+        self._retry_at, self._is_away = clock.monotonic() + RETRY_AFTER_S, True
         if "" not in self._warned:
             self._warned.add("")
             log.warning(
                 "the MLflow tracking server %s cannot be reached (%s); the training continues, and what is not logged "
                 "now is logged when the server is back, at the latest at the end of the fit",
-                uri,
-                why,
+                without_password(uri),
+                why.replace(uri, without_password(uri)),
             )
 
     # --- calls of MLflow --------------------------------------------------------------------------
@@ -205,7 +225,13 @@ class MLflowFit:
             experiment = None
             if callback.experiment_name is not None:
                 experiment = _experiment_id(callback.experiment_name)
-            active = mlflow.start_run(run_name=callback.run_name, experiment_id=experiment, nested=active is not None)
+            search = search_run_id() if callback.nested and active is None else None
+            active = mlflow.start_run(
+                run_name=callback.run_name,
+                experiment_id=experiment,
+                nested=active is not None,
+                tags=None if search is None else {_PARENT: search},
+            )
             self._owns_run = True
         self._client = mlflow.MlflowClient()
         self.run_id = active.info.run_id
@@ -228,8 +254,9 @@ class MLflowFit:
     def _log_metrics(self, values: Mapping[str, float], step: int, at: float) -> None:
         from mlflow.entities import Metric
 
-        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), value, int(1000 * at), step) for name, value in values.items()]
-        self._client.log_batch(self.run_id, metrics=metrics)
+        metrics = [Metric(_metric_name(name), value, int(1000 * at), step) for name, value in values.items()]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MOST_METRICS])
 
     def _log_events(self, result: DriverResult) -> None:
         client = self._client
@@ -253,20 +280,41 @@ class MLflowFit:
 
     def _log_models(self, model: Any) -> None:
         name = self._callback.registered_model_name
-        if "native" in self._callback.log_models:
-            mlflow_models.log_native(model, name)
-            name = None
-        if "spark" in self._callback.log_models:
-            mlflow_models.log_spark(model, name)
+        with self._in_run():
+            if "native" in self._callback.log_models:
+                mlflow_models.log_native(model, name)
+                name = None
+            if "spark" in self._callback.log_models:
+                mlflow_models.log_spark(model, name)
+
+    @contextlib.contextmanager
+    def _in_run(self) -> Iterator[None]:
+        """Have the fit's run active in the block: models are logged to the active one."""
+        mlflow = _mlflow()
+        if self._is_active():
+            yield
+            return
+        status = self._client.get_run(self.run_id).info.status  # its owner's, who has ended it during the fit
+        with mlflow.start_run(run_id=self.run_id, nested=mlflow.active_run() is not None):
+            yield
+        self._client.update_run(self.run_id, status=status)
+
+    def _is_active(self) -> bool:
+        active = _mlflow().active_run()
+        return active is not None and active.info.run_id == self.run_id
 
     def _end_run(self, error: BaseException | None) -> None:
-        if self._owns_run:
-            status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        if not self._owns_run:
+            return
+        status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        if self._is_active():
             _mlflow().end_run(status)
+        elif error is not None or self._client.get_run(self.run_id).info.status == "RUNNING":
+            self._client.set_terminated(self.run_id, status)  # another is active now, which is not ours to end
 
     def _leave_run(self) -> None:
         """Take a run that could not be ended off this thread's stack, or the next fit would be logged to it."""
-        if self._owns_run:
+        if self._owns_run and self._is_active():
             with contextlib.suppress(Exception), quick_requests():
                 _mlflow().end_run("FAILED")
 
@@ -278,6 +326,14 @@ def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallbac
     callback = MLflowCallback(log_models=[])
     callback.log_settings = False
     return [callback]
+
+
+def _metric_name(name: str) -> str:
+    """Return a name that MLflow takes: one bad name would lose all values of its epoch."""
+    clean = _NOT_IN_NAMES.sub("_", name)
+    if posixpath.normpath(clean) != clean or clean.startswith(("/", "..")) or clean == ".":
+        clean = clean.replace("/", "_").replace("..", "__")
+    return clean[:_LONGEST_NAME]
 
 
 def _experiment_id(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a tracking server can be reached, and requests that do not retry for minutes.
+"""Whether a tracking server can be reached and answers, and requests that do not retry for minutes.
 
 MLflow's client retries a refused connection for about four minutes, for every call. A fit would seem to hang.
 """
@@ -6,14 +6,19 @@ MLflow's client retries a refused connection for about four minutes, for every c
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
+import ssl
 import threading
 import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 5.0
+_NO_SERVER_BEHIND = (502, 503, 504)
+"""The answers of a proxy whose server is down, and of a server that takes no requests now."""
 _LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """Limits of MLflow's requests, unless the user has set them."""
 
@@ -26,17 +31,52 @@ def is_reachable(uri: str) -> bool:
     """Return False if a tracking server accepts no connection. A store of files, and one behind a proxy, is assumed to
     be there.
     """
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return True
-    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
+    at = _address_of(uri)
+    if at is None:
         return True
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname, port), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError):
+        socket.create_connection(at, timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
         return False
     return True
+
+
+def answers(uri: str) -> bool:
+    """Return False if a tracking server that accepts connections answers no request, or only a proxy in front does."""
+    if not is_reachable(uri):
+        return False
+    at, parts = _address_of(uri), urlsplit(uri)
+    if at is None:
+        return True
+    if parts.scheme == "https":
+        # Whether the certificate is good is for MLflow to judge. No credentials are sent here.
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            *at, timeout=ANSWER_TIMEOUT_S, context=ssl._create_unverified_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(*at, timeout=ANSWER_TIMEOUT_S)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        return connection.getresponse().status not in _NO_SERVER_BEHIND
+    except ssl.SSLError:
+        return True  # for example, it asks for a client's certificate
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _address_of(uri: str) -> tuple[str, int] | None:
+    """Return host and port of a tracking server; None for a store of files, and for one that is behind a proxy."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return None
+    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
+        return None
+    try:
+        return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # not a port; MLflow has its own message
+        return None
 
 
 @contextlib.contextmanager

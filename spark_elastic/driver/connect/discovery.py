@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from spark_elastic import clock
-from spark_elastic.data.spark_connect import Query, setting_of, why_session_is_gone
+from spark_elastic.data.spark_connect import Query, setting_of, was_interrupted, why_session_is_gone
 from spark_elastic.data.spark_python import (
     NEEDED_ON_CONNECT,
     python_error_of,
@@ -134,7 +134,14 @@ class ConnectDiscovery:
 
         query = Query(self._session, collect, name="probe")
         said = False
-        while not query.over.wait(_LOOK_S):
+        while True:
+            over = query.over.wait(_LOOK_S)
+            if over and query.error is not None and was_interrupted(query.error):
+                log.info("the probe's query was cancelled on the server; it is sent again")
+                query, over = Query(self._session, collect, name="probe"), False
+                stop.wait(_POLL_S)
+            if over:
+                break
             waited = clock.monotonic() - start
             if waited >= _REPORT_AFTER_S and not said:
                 said = True

@@ -76,6 +76,27 @@ def test_cancelled_training_ends_within_seconds(server, session, tmp_path):
         job.result(1)
 
 
+def test_user_who_interrupts_all_queries_of_the_session_does_not_end_the_job(session, tmp_path):
+    def wait_for_a_file():
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+        while not Path(tmp_path, "go").exists():
+            time.sleep(0.05)
+        return hvd.rank()
+
+    def worlds():
+        return [each for each in job.events() if isinstance(each, WorldStarted)]
+
+    job = spark_elastic.run_async(wait_for_a_file, num_proc=2, spark=session, **PROMPT)
+    wait_until(lambda: session.interruptAll() or job.done(), 60, "the query that looks for slots is cancelled")
+    wait_until(lambda: worlds() or job.done(), 60, "the first world")
+    session.interruptAll()  # all slots end at the same moment
+    wait_until(lambda: len(worlds()) > 1 or job.done(), 60, "the second world")
+    Path(tmp_path, "go").touch()
+    assert job.result(60) == [0, 1]
+
+
 def test_large_function_and_large_results_do_not_travel_in_one_message(session):
     given = os.urandom(8 << 20)  # the server puts at most 4 MiB of rows into a message
 

@@ -99,6 +99,24 @@ def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_pa
     assert [change.reason for change in lost] == ["its agent was killed by signal 9 (SIGKILL)"]
 
 
+def test_results_arrive_after_all_agents_were_lost_at_once(start_job, tmp_path):
+    def wait_for_a_file():
+        import time
+
+        rank_and_size = loops.rank_and_size()
+        while not Path(tmp_path, "go").exists():
+            time.sleep(0.05)
+        return rank_and_size
+
+    job = start_job(wait_for_a_file, num_proc=2)
+    wait_for_round(job, 1, 2)
+    for agent in job._driver._launcher.agent_pids().values():
+        os.kill(agent, signal.SIGKILL)
+    wait_for_round(job, 2, 2)
+    Path(tmp_path, "go").touch()
+    assert job.result(60) == [(0, 2), (1, 2)]
+
+
 def test_a_stopped_worker_is_removed_after_the_heartbeat_timeout(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, heartbeat_timeout=3.0)
     victim = pid_of(tmp_path, 1, 1)

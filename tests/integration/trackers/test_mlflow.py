@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ import pytest
 import spark_elastic
 from spark_elastic import DriverCallback, LocalLauncher, MLflowCallback
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
+from spark_elastic.jobs.tracking import fits_of
 from spark_elastic.ml.callbacks import Callback
 from tests.integration.local.driver_fits import Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
@@ -200,3 +206,148 @@ def test_keras_model_is_logged_in_the_flavour_of_keras(mlflow: Any, tmp_path: Pa
     served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
     assert served.metadata.signature.inputs.inputs[0].shape == (-1, 6)
     assert np.allclose(served.predict(features), model.keras_model.predict(features, verbose=0), atol=1e-5)
+
+
+def fit_of(*callbacks: DriverCallback, epochs: int = 1, values: dict[str, float] | None = None) -> None:
+    """The events of a fit without workers."""
+    session = CallbackSession(callbacks)
+    with session.fit(DriverRun("E", epochs=epochs)):
+        for epoch in range(epochs):
+            session.epoch_ended({"epoch": epoch, "ended": 1.0, "loss": 0.5, **(values or {})}, None)
+        session.job_over()
+        session.deliver()
+        session.succeeded(DriverResult())
+
+
+class Does(DriverCallback):
+    """Calls a function at the end of each epoch."""
+
+    def __init__(self, does: Callable[[], Any]) -> None:
+        self.does = does
+
+    def on_epoch_end(self, row: Any) -> None:
+        self.does()
+
+
+def test_run_that_the_user_makes_during_a_fit_stays_active_and_the_fits_own_is_ended(mlflow: Any) -> None:
+    tracker = MLflowCallback(log_models=[])
+
+    def end_and_begin() -> None:
+        mlflow.end_run("KILLED")
+        mlflow.start_run()
+
+    fit_of(tracker, Does(end_and_begin))
+    own = mlflow.active_run()
+    assert own is not None, "the user's run is not the callback's to end"
+    assert own.info.run_id != tracker.run_id
+    assert mlflow.get_run(own.info.run_id).info.status == "RUNNING"
+    assert mlflow.get_run(tracker.run_id).info.status == "KILLED", "as the user has ended it"
+    mlflow.end_run()
+
+
+def test_model_is_logged_to_the_fits_run_though_the_user_has_ended_it(mlflow: Any, rows: Dataset) -> None:
+    tracker = MLflowCallback(log_models=["native"])
+    estimator(tracker, Does(lambda: mlflow.end_run("KILLED")), num_proc=1, epochs=1).from_dataset_path(rows)
+    assert mlflow.active_run() is None
+    assert mlflow.get_run(tracker.run_id).info.status == "KILLED"
+    assert mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model") is not None
+
+
+def test_fit_within_an_event_of_another_has_a_run_of_its_own(mlflow: Any) -> None:
+    tracker = MLflowCallback(log_models=[], nested=True)
+    inner: list[str | None] = []
+
+    def fit_another() -> None:
+        if not inner:
+            fit_of(tracker, epochs=1)
+            inner.append(tracker.run_id)
+
+    fit_of(Does(fit_another), tracker, epochs=3)
+    (outer,) = mlflow.search_runs(
+        filter_string=f"run_id = '{mlflow.get_run(inner[0]).data.tags['mlflow.parentRunId']}'", output_format="list"
+    )
+    assert len(points(mlflow, outer.info.run_id, "loss")) == 3
+    assert len(points(mlflow, inner[0], "loss")) == 1
+    assert outer.info.status == "FINISHED"
+
+
+def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began(mlflow: Any) -> None:
+    tracker = MLflowCallback(log_models=[], nested=True)
+    with mlflow.start_run() as parent:
+        found: list[str | None] = []
+
+        def one_of_the_search() -> None:
+            with fits_of(parent.info.run_id):
+                fit_of(tracker)
+            found.append(tracker.run_id)
+
+        thread = threading.Thread(target=one_of_the_search)
+        thread.start()
+        thread.join()
+        assert mlflow.get_run(found[0]).data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert mlflow.get_run(found[0]).info.status == "FINISHED"
+
+
+def test_name_that_mlflow_refuses_loses_no_other_value_of_the_epoch(mlflow: Any, caplog: Any) -> None:
+    tracker = MLflowCallback(log_models=[], tags={"fold": 3})  # type: ignore[dict-item]
+    fit_of(
+        tracker,
+        values={"a/../b": 1.0, "/root": 2.0, "n" * 300: 3.0, "top/5": 4.0, **{f"m{i}": 1.0 for i in range(1100)}},
+    )
+    run = mlflow.get_run(tracker.run_id)
+    assert not [record for record in caplog.records if record.name == "spark_elastic.mlflow"]
+    assert run.data.metrics["loss"] == 0.5
+    assert run.data.metrics["top/5"] == 4.0
+    assert len(run.data.metrics) == 1 + 4 + 1100
+    assert run.data.tags["fold"] == "3"
+
+
+@contextlib.contextmanager
+def server_that(answer: bytes | None) -> Iterator[str]:
+    """Accepts connections, and sends the same to each request; None: nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        open_ones = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = listening.accept()[0]
+                    open_ones.append(connection)
+                    if answer is not None:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+                        connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for each in open_ones:
+        each.close()
+
+
+GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [None, GATEWAY], ids=["hangs", "gateway"])
+def test_what_was_not_taken_by_a_server_that_does_not_answer_is_logged_when_it_does(
+    mlflow: Any, answer: bytes | None, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr("spark_elastic.trackers.mlflow_server.ANSWER_TIMEOUT_S", 0.5)
+    real = mlflow.get_tracking_uri()
+    tracker = MLflowCallback(log_models=[])
+    requests: list[float] = []
+    with server_that(answer) as silent:
+        mlflow.set_tracking_uri(silent)
+        began = time.monotonic()
+
+        def back_in_epoch_4() -> None:
+            requests.append(time.monotonic() - began)
+            if len(requests) == 5:
+                mlflow.set_tracking_uri(real)
+
+        fit_of(tracker, Does(back_in_epoch_4), epochs=6)
+    assert [value for _, value in points(mlflow, tracker.run_id, "loss")] == [0.5] * 6
+    assert requests[4] < 4.0, "no epoch has waited for the server, since the start has"
+    assert len([record for record in caplog.records if "does not answer" in record.message]) == 1

@@ -254,3 +254,23 @@ def test_url_of_an_ipv6_address_has_brackets() -> None:
     with socket.create_server(("127.0.0.1", 0)) as made:
         port = made.getsockname()[1]
         assert StatusServer(made, "fd00::1", TOKEN, dict).url == f"http://[fd00::1]:{port}/?token={TOKEN}"
+
+
+def test_reader_that_is_between_two_requests_at_the_end_learns_of_it(server: StatusServer, model: StatusModel) -> None:
+    assert json.loads(ask(server, "/status.json?wait=0.1", **BEARER)[2])["ended"] is None
+    model.record(JobEnded(time.monotonic(), "finished", "done"), 0)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    time.sleep(0.2)  # what a reader does with an answer
+    assert json.loads(ask(server, "/status.json?wait=0.1", **BEARER)[2])["reason"] == "done"
+    began = time.monotonic()
+    closing.join()
+    assert time.monotonic() - began < 0.3, "there is nobody else to wait for"
+
+
+def test_reader_that_does_not_come_back_delays_the_end_by_half_a_second_at_most(server: StatusServer) -> None:
+    for _ in range(3):
+        ask(server, "/status.json?wait=0.01", **BEARER)
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < 1.5

@@ -195,3 +195,13 @@ def test_stop_before_a_job_of_run_began_needs_no_event_of_the_job() -> None:
     with session.fit(DriverRun("E")):
         session.deliver(until_stop=True)  # would wait for ever
     assert session.stop_reason == "not today"
+
+
+@pytest.mark.parametrize("event", ["start", "epoch0", "end"])
+def test_stop_iteration_of_a_callback_is_raised_as_itself(event: str) -> None:
+    error = StopIteration("no more trials")
+    session = CallbackSession([Recording(**{event: error})])
+    session.epoch_ended(row(0), None)
+    with pytest.raises(StopIteration) as raised, session.fit(DriverRun("E")):
+        deliver(session)
+    assert raised.value is error

@@ -32,6 +32,7 @@ class Unfriendly:
         (functools.partial(torch.optim.SGD, lr=0.1), "torch.optim.sgd.SGD(lr=0.1)"),
         (len, "len"),
         ({"f": np.mean}, "{'f': 'numpy.mean'}"),
+        ("x" * 7000, "x" * 5997 + "..."),
     ],
 )
 def test_value_is_described_in_few_words(value: Any, described: Any) -> None:
@@ -62,3 +63,9 @@ def test_credentials_are_not_described() -> None:
     described = describe_settings(given)
     assert "hunter" not in str(described)
     assert described == {"storage_options": "key", "run_options": "{'env': 'TOKEN', 'start_timeout': 5.0}"}
+
+
+def test_description_of_many_variables_is_cut_too() -> None:
+    env = {f"VARIABLE_{number}": "secret" for number in range(1000)}
+    assert len(describe_settings({"env": env})["env"]) == 6000
+    assert len(describe_settings({"run_options": {"env": env}})["run_options"]) == 6000

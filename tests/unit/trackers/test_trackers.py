@@ -13,10 +13,11 @@ import pytest
 
 from spark_elastic import DriverCallback, MLflowCallback, TensorBoardCallback
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
-from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
+from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store, without_password
 from spark_elastic.ml.persistence import plain_and_objects
 from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
-from spark_elastic.trackers.tensorboard import tag_of
+from spark_elastic.trackers.tensorboard import EventFile, tag_of
 from tests.unit.ml.torch.estimators import estimator
 
 
@@ -66,6 +67,9 @@ def active(uri: str) -> Any:
         ("sqlite:////data/runs.db", "sqlite:////data/runs.db"),
         ("mlruns", "file://{here}/mlruns"),
         ("file:///data/mlruns", "file:///data/mlruns"),
+        ("databricks", "databricks"),
+        ("databricks-uc", "databricks-uc"),
+        ("databricks://profile", "databricks://profile"),
     ],
 )
 def test_active_run_reaches_the_workers_environment(uri: str, absolute: str, monkeypatch: Any, tmp_path: Path) -> None:
@@ -84,7 +88,9 @@ def test_nothing_travels_without_an_active_run(monkeypatch: Any) -> None:
     assert "mlflow" not in sys.modules
 
 
-@pytest.mark.parametrize(("uri", "warns"), [("sqlite:////data/runs.db", True), ("http://tracking:5000", False)])
+@pytest.mark.parametrize(
+    ("uri", "warns"), [("sqlite:////data/runs.db", True), ("http://tracking:5000", False), ("databricks", False)]
+)
 def test_store_on_the_drivers_disk_is_warned_of(uri: str, warns: bool, caplog: Any) -> None:
     warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": uri})
     assert bool(caplog.records) == warns
@@ -106,3 +112,51 @@ def test_driver_callbacks_are_not_saved_with_an_estimator(caplog: Any) -> None:
     assert plain["callbacks"] is None
     assert "callbacks" not in objects
     assert "Mine of HereEstimator is not saved with it" in caplog.text
+
+
+def test_password_in_the_address_of_a_server_is_not_logged(caplog: Any) -> None:
+    assert without_password("http://me:secret@tracking:5000/x") == "http://me:***@tracking:5000/x"
+    assert without_password("sqlite:////data/a@b:c") == "sqlite:////data/a@b:c"
+    warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": "file://me:secret@/data"})
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["s3://bucket/logs", "dbfs:/logs", "file:///tmp/logs"])
+def test_logs_at_a_uri_are_refused(where: str) -> None:
+    with pytest.raises(InvalidSettingsError, match="log_dir must be a folder of the driver's machine, not the URI"):
+        TensorBoardCallback(where)
+
+
+def test_folder_for_logs_that_cannot_be_made_is_reported_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidSettingsError, match=r"cannot write to .*file/first: .*give a log_dir"):
+        TensorBoardCallback(tmp_path / "file", run_name="first").on_fit_start(DriverRun("E"))
+
+
+def test_events_of_a_fit_within_another_go_to_its_own_logs_and_all_files_are_closed(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    logs = TensorBoardCallback(tmp_path)
+    for name in ("outer", "inner"):
+        logs.on_fit_start(DriverRun("E", run_id=name))
+    for rows in (1, 3):
+        for epoch in range(rows):
+            logs.on_epoch_end({"epoch": epoch, "ended": 1.0, "loss": 0.5})
+        logs.on_fit_end(DriverResult())
+    sizes = {path.parent.name: path.stat().st_size for path in tmp_path.rglob("events.*")}
+    assert sizes["outer"] > sizes["inner"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_file_of_a_fit_whose_logs_failed_is_closed(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(self: EventFile, event: Any) -> None:
+        raise OSError("no space left")
+
+    logs = TensorBoardCallback(tmp_path)
+    logs.on_fit_start(DriverRun("E"))
+    open_ones = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(EventFile, "_add", full)
+    logs.on_epoch_end({"epoch": 0, "ended": 1.0, "loss": 0.5})
+    fit = logs._present()[-1]
+    logs.on_fit_end(DriverResult())
+    assert fit is not None
+    assert len(os.listdir("/proc/self/fd")) == open_ones - 1
