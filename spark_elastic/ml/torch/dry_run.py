@@ -62,7 +62,7 @@ def dry_run(
 def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[LoggedName, Any]]:
     """Do one step; return the result of its forward pass, and what the model logs, as `TorchTraining.logged`."""
     common.check_metric_names(training.metrics)
-    model = training.model.cpu().train()
+    model = training.model.cpu()
     optimizer = build_optimizer(training.optimizer, model)
     schedule = LearningRateSchedule(training, optimizer)
     objective = objective_of(training)
@@ -75,6 +75,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
     ):
         # torch warns of a loss that compares each output with the labels of all rows; here that is an error
         warnings.filterwarnings("error", message="Using a target size")
+        objective.set_mode(model, True)
         objective.begin(model, StepPlace())
         result = _kept(objective.forward(model, part))
         counts = objective.counts(parts) if objective.normalised else ()
@@ -122,11 +123,11 @@ def _validation(training: TorchTraining, objective: Objective, part: TorchBatch)
     """Call a `ModelStep` as in a validation; None for other models, and without a validation."""
     if not (isinstance(training.train_fn, ModelStep) and training.validates):
         return None
-    training.model.eval()
+    objective.set_mode(training.model, False)
     with UserCodeContext(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
         objective.begin(training.model, StepPlace(step=1))
         result = _kept(objective.forward(training.model, part))
-    training.model.train()
+    objective.set_mode(training.model, True)
     return result
 
 

@@ -131,7 +131,7 @@ class TorchEngine(Engine):
         return batches
 
     def begin_steps(self) -> None:
-        self.model.train()
+        self._objective.set_mode(self.model, True)
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         self._seed(at.epoch, batch.start)
@@ -232,7 +232,7 @@ class TorchEngine(Engine):
             torch.cuda.manual_seed(key >> 1)
 
     def begin_validation(self, at: Progress) -> None:
-        self.model.eval()
+        self._objective.set_mode(self.model, False)
         self._validated = at
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:

@@ -322,7 +322,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
         model = ElasticTorchModel()
-        module = copy.deepcopy(self._given("model")).cpu()
+        module = copy.deepcopy(training.model).cpu()
         with trusted_files():  # written by the workers of this fit
             values = serialization.from_bytes(read(MODEL_FILE))
         model._attach(serialization.fill(module, values), fitted)

@@ -161,6 +161,8 @@ class LightningStep(ModelStep):
         self._index = 0
         self._begun: int | None = None
         """The epoch whose `on_train_epoch_start` was called in this process."""
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        """Each submodule and whether it was in training mode before the last validation."""
 
     def __reduce__(self) -> Any:
         return LightningStep, self._planned
@@ -168,18 +170,48 @@ class LightningStep(ModelStep):
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
         module = copy.copy(model)  # with the same parameters; several fits may do this at the same time
         module.__dict__["_trainer"] = ModuleTrainer(epochs, steps_an_epoch)
+        returned = module.configure_optimizers()
+        module.__dict__["_trainer"] = None
         return {
+            "model": module,  # it has the attributes that configure_optimizers has set
             "train_fn": LightningStep(epochs, steps_an_epoch),
-            **settings_of(module.configure_optimizers(), steps_an_epoch),
+            **settings_of(returned, steps_an_epoch),
         }
+
+    def set_mode(self, model: Any, training: bool) -> None:
+        """Keep submodules in the modes that the module has chosen for them, as Lightning does.
+
+        A frozen part stays in eval mode: at the first step, after each validation, and when the world has changed.
+        """
+        if not training:
+            if model.training:
+                self._modes = [(each, each.training) for each in model.modules()]
+            model.eval()
+        elif not model.training:
+            model.train()
+            for each, mode in self._modes:
+                each.training = mode
 
     def begin(self, model: Any, place: StepPlace) -> None:
         self._index = place.index
         self._trainer.enter(place, model.training)
-        if model.training and self._begun != place.epoch:
-            self._begun = place.epoch
-            with self._attached(model, _Log(False, 0, ())):
-                model.on_train_epoch_start()
+        if not model.training:
+            return
+        if place.index == 0:  # also when this step is repeated, because then the tensors are as they were before it
+            self._begin_epoch(model, place.epoch)
+        elif self._begun != place.epoch:  # this worker has joined, and has got tensors that the method has changed
+            tensors = [*model.parameters(), *model.buffers()]
+            before = [tensor.detach().clone() for tensor in tensors]
+            self._begin_epoch(model, place.epoch)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, before, strict=True):
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+
+    def _begin_epoch(self, model: Any, epoch: int) -> None:
+        self._begun = epoch
+        with self._attached(model, _Log(False, 0, ())):
+            model.on_train_epoch_start()
 
     def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:
         name = "training_step" if model.training else "validation_step"

@@ -181,7 +181,8 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
 class LoggedColumns:
     """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
 
-    A value of the validation that has the name of one of the training gets the prefix "val_".
+    A value of the validation that has the name of one of the training gets the prefix "val_". "loss" is always one of
+    the training.
 
     Attributes:
         names: the columns.
@@ -194,9 +195,8 @@ class LoggedColumns:
         self._columns: dict[LoggedName, str] = {}
         self._unexpected: set[str] = set()
         for key, metric in logged.items():
-            self._columns[key] = (
-                f"val_{key.name}" if key.validation and LoggedName(key.name, False) in logged else key.name
-            )
+            taken = key.name == "loss" or LoggedName(key.name, False) in logged
+            self._columns[key] = f"val_{key.name}" if key.validation and taken else key.name
             if metric is not None:
                 check_states(key.name, metric)
             self._metrics[key] = None if metric is None else _Torchmetric(self._columns[key], metric, None)

@@ -222,6 +222,13 @@ class Objective:
             for at, term in enumerate(self.terms)
         ]
 
+    def set_mode(self, model: torch.nn.Module, training: bool) -> None:
+        """Put the model in training mode or in eval mode."""
+        if self._step is None:
+            model.train(training)
+        else:
+            self._step.set_mode(model, training)
+
     def begin(self, model: torch.nn.Module, place: StepPlace) -> None:
         """Tell a `ModelStep` where in the training the next calls of `forward` are."""
         if self._step is not None:

@@ -132,7 +132,8 @@ class LearningRateSchedule:
                 "no value"
             )
         self._monitor = training.scheduler_monitor or ("val_loss" if training.validates else "loss")
-        self._stepped = False
+        self._warns = self.scheduler is not None
+        """torch may warn at the next step; see `_step`."""
 
     def after_step(self) -> None:
         if self.scheduler is not None and self._by_step:
@@ -150,10 +151,11 @@ class LearningRateSchedule:
         self._step(logs[self._monitor])
 
     def _step(self, *args: float) -> None:
-        if self._stepped:
+        if not self._warns:
             self.scheduler.step(*args)
             return
-        self._stepped = True
+        # Each scheduler of a SequentialLR has a first step, at a later step of the whole.
+        self._warns = hasattr(self.scheduler, "_schedulers")
         with warnings.catch_warnings():
             # The scheduler watches the user's optimizer; the distributed optimizer with the same parameter groups
             # steps. So torch warns at the first step that the scheduler steps before its optimizer: a false alarm.
