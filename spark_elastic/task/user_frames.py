@@ -21,7 +21,12 @@ def format_error(error: BaseException, *, all_frames: bool) -> str:
     the calls of a framework between `fit` and a loss function tell nothing about the function. Calls that the user's
     own code makes are shown. A traceback without any frame of the user's keeps those of other packages.
     """
-    described = traceback.TracebackException.from_exception(error)
+    try:
+        described = traceback.TracebackException.from_exception(error)
+    except Exception:  # attributes are read, and a __getattr__ of the user's own class may raise
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = (frames if all_frames else _users(frames)).format()
+        return "".join(["Traceback (most recent call last):\n", *lines, f"{type(error).__qualname__}\n"])
     if not all_frames:
         for each in _chain(described):
             each.stack = _users(each.stack)
@@ -30,12 +35,12 @@ def format_error(error: BaseException, *, all_frames: bool) -> str:
 
 def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """Yield an exception, its causes, its contexts and the members of groups."""
-    yield error
-    for other in (error.__cause__, error.__context__):
-        if other is not None:
-            yield from _chain(other)
-    for member in getattr(error, "exceptions", None) or ():
-        yield from _chain(member)
+    left = [error]
+    while left:  # no recursion: a loop of retries that chains its errors makes a chain of any length
+        each = left.pop()
+        yield each
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
+        left += getattr(each, "exceptions", None) or ()
 
 
 def _users(frames: Sequence[traceback.FrameSummary]) -> traceback.StackSummary:

@@ -66,11 +66,25 @@ class ModelLoss(ModelStep):
                 f"{type(model.model).__name__} must return an object whose .loss is one number, not {loss!r:.200}; "
                 f"label_cols must be named as the arguments of its forward, and are {', '.join(self._labels)}"
             )
-        count = self.count(batch)
-        total = loss.reshape(()) * count if count else loss.reshape(()).nan_to_num() * 0.0
+        count, outputs = self.count(batch), outputs_in(output)
+        total = loss.reshape(()) * count if count else _zero_of(outputs, loss)
         whole = not batch.labels[0].is_floating_point()
         rule = "argmax" if self._classes and whole else None
-        return ForwardResult(outputs_in(output), batch.labels, [total], [count], rule=rule)
+        return ForwardResult(outputs, batch.labels, [total], [count], rule=rule)
+
+
+def _zero_of(outputs: Sequence[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+    """Return 0 with a graph to the parameters, for rows without any label that counts.
+
+    The model's mean over no labels may be 0 / 0, whose gradient is NaN even multiplied by 0; so the graph leads
+    through the outputs. There is a graph because a backward pass may hold collectives, as that of a SyncBatchNorm does.
+    """
+    found = [each for each in outputs if each.requires_grad]
+    if not found:
+        return loss.reshape(()).nan_to_num() * 0.0
+    return sum(
+        (each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0.0).sum() for each in found), torch.zeros(())
+    )
 
 
 def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import sys
 import textwrap
 from pathlib import Path
 
@@ -77,3 +78,32 @@ def test_an_error_of_this_package_itself_keeps_its_frames():
     exec(compile("def fault():\n    raise RuntimeError('a bug')\n", OURS, "exec"), names)
     error = error_of(names["fault"])
     assert OURS in format_error(error, all_frames=False)
+
+
+def test_a_long_chain_of_causes_is_described():
+    def retries():
+        last = None
+        for attempt in range(2 * sys.getrecursionlimit()):
+            try:
+                raise ValueError(attempt) from last
+            except ValueError as error:
+                last = error
+        raise last
+
+    text = format_error(error_of(through(OURS, retries)), all_frames=False)
+    assert text.count("direct cause") == 2 * sys.getrecursionlimit() - 1
+    assert OURS not in text
+
+
+def test_an_exception_whose_attributes_raise_keeps_its_traceback():
+    class Closed(Exception):
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    def fails():
+        raise Closed("x")
+
+    text = format_error(error_of(through(OURS, fails)), all_frames=False)
+    assert "in fails" in text
+    assert OURS not in text
+    assert text.endswith("Closed\n")

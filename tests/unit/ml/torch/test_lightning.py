@@ -17,7 +17,9 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import EarlyStopping
+from spark_elastic.ml.torch.lightning import LightningStep
 from spark_elastic.ml.torch.lightning_optimizers import EveryNthStep, settings_of
+from spark_elastic.ml.torch.model_step import StepPlace
 from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -335,3 +337,115 @@ def test_transform_calls_predict_step(dataset: Dataset) -> None:
     model = fitted(Predicting(), dataset)
     (probability,) = model._saved_predictor().load()({"features_0": torch.zeros(4, 6)})
     assert probability.sum(1) == pytest.approx([1.0] * 4)
+
+
+# --- interrupted epochs ---------------------------------------------------------------------------
+
+
+class Growing(Classifier):
+    """Changes a buffer, a mode and an attribute when an epoch starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.ones(1))
+        self.begun: list[int] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.norm.eval()
+        self.scale *= 2
+        self.begun.append(self.current_epoch)
+
+
+def test_start_of_an_epoch_is_repeated_with_its_first_step() -> None:
+    module, step = Growing().train(), LightningStep()
+    before = copy.deepcopy(module.state_dict())
+    step.begin(module, StepPlace(epoch=1, step=5))
+    module.load_state_dict(before)  # as the training does after an interrupted step
+    step.begin(module, StepPlace(epoch=1, step=5))
+    step.begin(module, StepPlace(epoch=1, step=6, index=1))
+    assert module.scale == 2
+
+
+def test_worker_that_joins_in_an_epoch_starts_it_without_changing_the_tensors_that_it_got() -> None:
+    module, step = Growing().train(), LightningStep()
+    module.scale.fill_(4)
+    for index in (3, 4):
+        step.begin(module, StepPlace(epoch=1, step=5 + index, index=index))
+    assert module.scale == 4
+    assert module.begun == [1]
+    assert not module.norm.training
+
+
+def test_modes_of_submodules_are_kept_in_a_new_world_and_after_a_validation() -> None:
+    module, step = Growing().train(), LightningStep()
+    module.net[1].eval()
+    for _ in range(2):
+        step.set_mode(module, True)
+        step.begin(module, StepPlace())
+        step.set_mode(module, True)  # the world has changed
+        assert [module.norm.training, module.net[1].training, module.net[0].training] == [False, False, True]
+        for _ in range(2):
+            step.set_mode(module, False)
+            assert not any(each.training for each in module.modules())
+
+
+def test_frozen_normalisation_is_as_in_lightning(dataset: Dataset) -> None:
+    class Frozen(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6).eval()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.norm(x))
+
+    model = fitted(Frozen(), dataset, epochs=2, shuffle=False)
+    rows = rows_of(dataset, "train"), rows_of(dataset, "validation")
+    expected = trained_by_lightning(Frozen(), *rows, batch_size=20, epochs=2)
+    assert model.history["val_loss"] == pytest.approx([row["val_loss"] for row in expected], rel=1e-5)
+    assert model.module.norm.num_batches_tracked == 0
+
+
+def test_attributes_that_configure_optimizers_sets_reach_the_steps_and_the_fitted_module(dataset: Dataset) -> None:
+    class Planned(Classifier):
+        def configure_optimizers(self) -> Any:
+            self.total = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("total", self.total)
+            return super().training_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any) -> Any:
+            return self(batch) * self.total
+
+    module = Planned()
+    model = fitted(module, dataset, epochs=2)
+    assert model.history["total"] == [10, 10]
+    assert model.module.total == 10
+    assert not hasattr(module, "total")
+
+
+def test_loss_that_only_the_validation_logs_is_a_column_of_the_validation(dataset: Dataset) -> None:
+    class Plain(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 100.0)
+
+    history = fitted(Plain(), dataset).history
+    assert history["val_loss"] == [100.0]
+    assert history["loss"][0] < 10
+
+
+@pytest.mark.filterwarnings("error:.*optimizer.step:UserWarning")
+def test_schedulers_in_sequence_do_not_warn_of_the_order_of_steps(dataset: Dataset) -> None:
+    class Sequence(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            parts = [schedulers.LinearLR(optimizer, total_iters=3), schedulers.CosineAnnealingLR(optimizer, 5)]
+            joined = schedulers.SequentialLR(optimizer, parts, [3])
+            return [optimizer], [{"scheduler": joined, "interval": "step"}]
+
+    assert fitted(Sequence(), dataset, epochs=1).history["lr"][0] < 0.1

@@ -116,6 +116,37 @@ def test_a_model_of_ones_own_is_trained_and_its_other_outputs_are_those_of_trans
     assert out == pytest.approx(x[:4].sum(1), abs=0.2)
 
 
+def test_rows_without_labels_that_count_add_nothing_although_their_mean_is_nan(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+            out = self.line(x)
+            if y is None:
+                return SimpleNamespace(loss=None, logits=out)
+            counted = y != -100
+            each = nn.functional.cross_entropy(out, y.clamp(min=0), reduction="none")
+            return SimpleNamespace(loss=(each * counted).sum() / counted.sum(), logits=out)
+
+    x = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
+    labels = np.abs(x).argmax(1) % 3
+    labels[16:40] = -100  # a whole batch, and one part of another
+    dataset = pack({"features_0": x, "label_0": labels}, tmp_path / "set")
+    torch.manual_seed(1)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    made = [
+        estimator_of(
+            model, feature_cols="x", label_cols="y", optimizer=optimizer, shuffle=False, accumulation_steps=parts
+        ).from_dataset_path(dataset)
+        for parts in (1, 2)
+    ]
+    assert weights_of(made[0]) == pytest.approx(weights_of(made[1]), abs=1e-6)
+    assert made[0].history["loss"] == pytest.approx(made[1].history["loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("parts", [2, 5])
 def test_accumulation_changes_no_result_of_unevenly_labelled_rows(parts: int, tmp_path: Path) -> None:
     tensors = {"features_0": IDS.numpy(), "features_1": np.ones((6, 8), np.int64), "label_0": TOKENS.numpy()}
