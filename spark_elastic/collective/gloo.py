@@ -28,7 +28,7 @@ from spark_elastic.collective.gloo_shutdown import (
     has_ended,
     keep_for_ever,
     leave_behind,
-    open_descriptors,
+    open_sockets,
 )
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
@@ -131,7 +131,7 @@ class Introduction:
         addresses: their addresses as Gloo would announce them, by rank.
         endpoints: where they listen, by rank.
         shared_memory: the announcements of the members on this host, by rank; see `shared_memory.Offer`.
-        before: the descriptors that were open before any of them could connect.
+        before: the inodes of the sockets that were open before any of them could connect.
     """
 
     addresses: Sequence[bytes]
@@ -248,7 +248,7 @@ class GlooGroup:
             kind = "gpu" if may else "cpu"
             # set before the address: a member that can read the address can read this too
             store.set(kinds[self.rank], f"{kind} {self.note}".encode())
-            before = open_descriptors()
+            before = frozenset(open_sockets().values())
             pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
             sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
             values = [value.decode().partition(" ") for value in store.fetch(kinds)]
@@ -433,7 +433,9 @@ def gloo_options(address: str) -> Any:
 
 def give_up_device(address: str) -> None:
     """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
-    _devices.pop(address, None)
+    device = _devices.pop(address, None)
+    if device is not None:
+        graveyard.bury(device)
 
 
 def _key(rank: int) -> str:

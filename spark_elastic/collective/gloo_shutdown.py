@@ -47,24 +47,25 @@ _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 # --- sockets ----------------------------------------------------------------------------------------
 
 
-def open_descriptors() -> frozenset[int]:
-    """Return the numbers of all open descriptors of this process, without the one that lists them."""
-    return frozenset(number for number in map(int, os.listdir(_DESCRIPTORS)) if _is_open(number))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
+def open_sockets() -> dict[int, int]:
+    """Return the open sockets of this process: descriptor → inode. An inode's number is not used again."""
+    found = {}
+    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+        try:
+            status = os.fstat(descriptor)
+        except OSError:  # the listing's own descriptor, or closed meanwhile
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[descriptor] = status.st_ino
+    return found
 
 
 class GroupSockets:
     """Duplicates of the connections of one group.
 
     Args:
-        before: the descriptors that were open before the group was made.
+        before: the inodes of the sockets that were open before any member could connect to this one. The numbers of
+            their descriptors may have been given to other sockets since.
         addresses: the addresses of its members.
         announced: the values that the members have put into the rendezvous; each contains its listener's port.
     """
@@ -74,8 +75,8 @@ class GroupSockets:
         self.descriptors: list[int] = []
         """Gloo's own descriptors. A forked child closes them, so that it does not hold its parent's connections."""
         self._duplicates: list[socket.socket] = []
-        for descriptor in sorted(open_descriptors() - frozenset(before)):
-            duplicate = _connection(descriptor)
+        for descriptor, inode in sorted(open_sockets().items()):
+            duplicate = _connection(descriptor) if inode not in before else None
             if duplicate is None:
                 continue
             if _belongs_to_group(duplicate, addresses, announced):
@@ -114,8 +115,6 @@ class GroupSockets:
 
 def _connection(descriptor: int) -> socket.socket | None:
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return None
         duplicate = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # closed meanwhile
         return None

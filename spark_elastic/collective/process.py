@@ -331,8 +331,8 @@ class Process:
                 _wait_for_all(self.link, group)
             if standby is None:
                 group.connect()
-            else:
-                group.connect(standby.introduction(assignment), standby.offer)
+            else:  # the world knows only the first endpoint that this process had for it
+                group.connect(standby.introduction(assignment) if times == 1 else None, standby.offer)
         except BaseException:
             self._groups.pop(name, None)
             if standby is not None:

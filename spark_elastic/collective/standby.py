@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroupGloo
 
 from spark_elastic.collective import devices, gloo_addresses
 from spark_elastic.collective.gloo import Introduction, gloo_options
-from spark_elastic.collective.gloo_shutdown import open_descriptors
+from spark_elastic.collective.gloo_shutdown import open_sockets
 from spark_elastic.collective.shared_memory import Offer
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.messages import Endpoint
@@ -35,7 +35,7 @@ class Standby:
     """
 
     def __init__(self, link: WorkerLink, address: str, note: str) -> None:
-        self.before = open_descriptors()  # members may connect as soon as the driver has the endpoint
+        self.before = frozenset(open_sockets().values())  # members may connect as soon as the driver has the endpoint
         store = dist.HashStore()  # type: ignore[attr-defined]
         ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
         self._own = gloo_addresses.read(bytes(store.get("0/0")), address)

@@ -215,3 +215,20 @@ def test_members_that_the_driver_introduces_ask_for_nothing(hosts, count, shares
     with WorldDriver(hosts=hosts, start_with=count) as driver:
         driver.start(looks_at_its_rendezvous, count=count)
         assert driver.results(count) == [([], float(count), shares, [""] * count)] * count
+
+
+def connections_of_each_world(times: int):
+    hvd.init()
+    counts = [len(process.group()._sockets.descriptors)]
+    for number in range(times):
+        frontend.rejoin(number + 1)
+        hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
+        counts.append(len(process.group()._sockets.descriptors))
+    return counts
+
+
+@pytest.mark.parametrize("introduces", [True, False])
+def test_all_connections_of_a_world_can_be_cut_and_no_others(introduces):
+    with WorldDriver(start_with=3, introduces=introduces) as driver:
+        driver.start(connections_of_each_world, 12, count=3)
+        assert driver.results(3) == [[2] * 13] * 3
