@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -14,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic import clock
-from spark_elastic.errors import MissingExtraError
+from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 
 log = logging.getLogger("spark_elastic.tensorboard")
 
+_URI = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:/|file:")
 _FACTS = {"lr": "training/lr", "seconds": "training/seconds", "rows": "training/rows", "steps": "training/steps"}
 
 
@@ -36,29 +39,49 @@ class TensorBoardCallback(DriverCallback):
 
     Raises:
         MissingExtraError: tensorboard is not installed (extra `tensorboard`).
+        InvalidSettingsError: log_dir is a URI.
     """
 
     decides_within_s = 0.0
 
     def __init__(self, log_dir: str | os.PathLike[str], *, run_name: str | None = None) -> None:
         check_installed()
+        if _URI.match(os.fspath(log_dir)):
+            raise InvalidSettingsError(
+                f"log_dir must be a folder of the driver's machine, not the URI {os.fspath(log_dir)!r}; write to a "
+                "folder, mounted or copied afterwards"
+            )
         self.log_dir = Path(log_dir)
         self.run_name = run_name
         self._fits = threading.local()
-        """The fit of each thread: all events of a fit come on one."""
+        """The fits of each thread: all events of a fit come on one."""
 
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-        self._fits.present = TensorBoardFit(self.log_dir / name, run)
+        try:
+            fit = TensorBoardFit(self.log_dir / name, run)
+        except OSError as error:
+            raise InvalidSettingsError(
+                f"TensorBoardCallback cannot write to {self.log_dir / name}: {error}; give a log_dir that this program "
+                "may write to"
+            ) from None
+        self._present().append(fit)
 
     def on_epoch_end(self, row: Row) -> None:
-        self._fits.present.epoch(row)
+        self._present()[-1].epoch(row)
 
     def on_membership_change(self, change: MembershipChange) -> None:
-        self._fits.present.change(change)
+        self._present()[-1].change(change)
 
     def on_fit_end(self, result: DriverResult) -> None:
-        self._fits.present.end(result)
+        self._present().pop().end(result)
+
+    def _present(self) -> list[TensorBoardFit]:
+        """Return the fits that run on this thread. The last has begun within an event of the one before it."""
+        if not hasattr(self._fits, "present"):
+            self._fits.present = []
+        fits: list[TensorBoardFit] = self._fits.present
+        return fits
 
 
 class TensorBoardFit:
@@ -96,6 +119,8 @@ class TensorBoardFit:
             text = f"the fit failed: {type(result.error).__name__}: {result.error}"
             self._write(lambda: self._file.text("events", text, self._epochs, clock.wall()))
         self._write(self._file.close)
+        with contextlib.suppress(OSError):
+            self._file.close()  # after an error too, which has been said
 
     def _write(self, call: Callable[[], None]) -> None:
         if self._failed:
