@@ -30,7 +30,7 @@ def train(folder: str, steps_per_execution: int = 1, validate: bool = False) -> 
 
     at, note = Points(folder), Notes(folder)
     note("up")
-    _hold_at_calls(at, gloo.LinkStore, "set", "rendezvous")
+    _hold_at_calls(at, gloo.GlooGroup, "_connect", "rendezvous")
     _hold_at_calls(at, elastic_handlers, "take_over", "sync", lambda: hvd.rank())
     hvd.init()
     note("initialised", rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size())

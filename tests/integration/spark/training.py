@@ -70,7 +70,7 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
 
     at, note = Points(folder), Notes(folder)
     note("up")
-    _hold_at_calls(at, gloo.LinkStore, "set", "rendezvous")
+    _hold_at_calls(at, gloo.GlooGroup, "_connect", "rendezvous")
     _hold_at_calls(at, elastic_handlers, "take_over", "sync", lambda: hvd.rank())
     at("init")
     hvd.init()
