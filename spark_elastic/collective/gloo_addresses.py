@@ -29,7 +29,7 @@ class UnknownLayoutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Listener:
+class GlooListener:
     """Where a device listens.
 
     Attributes:
@@ -43,7 +43,7 @@ class Listener:
     numbers: tuple[int, ...]
 
 
-def read(value: bytes, address: str) -> Listener:
+def read(value: bytes, address: str) -> GlooListener:
     """Return what a member has set.
 
     Args:
@@ -69,7 +69,7 @@ def read(value: bytes, address: str) -> Listener:
     same = raw[:4] == expected[:4] and raw[_IP_AT[_family(address)] : start] == _ip(address)
     if len(raw) != _ADDRESS_BYTES or raw[-8:] != _NO_NUMBER or not same or rest or not count:
         raise UnknownLayoutError(f"{len(value)} bytes that are not an address at {address}")
-    return Listener(host, port, struct.unpack(f"<{count}Q", numbers))
+    return GlooListener(host, port, struct.unpack(f"<{count}Q", numbers))
 
 
 def write(host: bytes, address: str, port: int, numbers: Sequence[int]) -> bytes:

@@ -29,7 +29,7 @@ def test_what_a_device_announces_is_read_and_written_again(address):
     assert found.numbers == (0,)
     assert 1024 <= found.port < 65536
     written = write(found.host, address, found.port, range(7, 12))
-    assert read(written, address) == gloo_addresses.Listener(found.host, found.port, (7, 8, 9, 10, 11))
+    assert read(written, address) == gloo_addresses.GlooListener(found.host, found.port, (7, 8, 9, 10, 11))
 
 
 def test_another_layout_is_noticed():
