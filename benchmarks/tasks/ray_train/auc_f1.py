@@ -1,6 +1,5 @@
 """AUC and F1 of held-out rows after each epoch, with Ray Train."""
 
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession

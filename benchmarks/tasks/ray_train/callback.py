@@ -1,6 +1,5 @@
 """Halve the learning rate on a plateau and stop early, with Ray Train: it has no callbacks in the workers."""
 
-import ray
 import ray.train
 import torch
 import torch.distributed as dist

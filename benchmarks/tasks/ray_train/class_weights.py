@@ -1,7 +1,6 @@
 """Class weights, with Ray Train."""
 
 import numpy as np
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession

@@ -1,7 +1,6 @@
 """Ids and numbers as two inputs, with embeddings, with Ray Train."""
 
 import numpy as np
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession

@@ -1,7 +1,6 @@
 """Export to ONNX, torch.export and TorchScript, with Ray Train."""
 
 import onnx
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession

@@ -1,6 +1,5 @@
 """Several inputs in Keras, with Ray Train."""
 
-import ray
 import ray.train
 import tensorflow as tf
 from pyspark.sql import SparkSession

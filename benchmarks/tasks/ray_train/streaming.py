@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession

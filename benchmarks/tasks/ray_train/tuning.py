@@ -1,7 +1,6 @@
 """Tuning with Optuna, with Ray Train."""
 
 import optuna
-import ray
 import ray.train
 import torch
 from pyspark.sql import SparkSession
