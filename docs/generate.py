@@ -280,7 +280,10 @@ def lines_of_code() -> str:
     told = [f"{ran} of the {total} programs of peers have been run to their end. \\* marks those that have not."]
     failed = {name: note["error"] for name, note in runs.items() if not note["ran"]}
     told += [f"- `{name}` failed: `{error}`" for name, error in sorted(failed.items())]
-    used = [f"{peers[peer]}: {', '.join(f'{k} {v}' for k, v in each.items())}" for peer, each in document["versions"].items()]
+    used = [
+        f"{peers[peer]}: {', '.join(f'{k} {v}' for k, v in each.items())}"
+        for peer, each in document["versions"].items()
+    ]
     dashes = [f"- {reason} ({', '.join(titles)})" for reason, titles in reasons.items()]
     parts = [*lines, "", told[0], "", *told[1:], *([""] if failed else []), "The dashes:", "", *dashes]
     return "\n".join([*parts, "", f"Run with {'; '.join(used)}." if used else "", ""])
