@@ -277,7 +277,7 @@ def lines_of_code() -> str:
         lines.append(f"| {' | '.join([*cells, str(row['shared'] or '–')])} |")
     total = sum(len(row["lines"]) - 1 for row in document["tasks"])
     ran = sum(note["ran"] for note in runs.values())
-    told = [f"{ran} of the {total} programs of peers have been run to their end. \\* marks those that have not."]
+    told = [f"Programs of peers that have been run to their end: {ran} of {total}. \\* marks those that have not."]
     failed = {name: note["error"] for name, note in runs.items() if not note["ran"]}
     told += [f"- `{name}` failed: `{error}`" for name, error in sorted(failed.items())]
     used = [
