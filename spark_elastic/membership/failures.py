@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.errors import RepeatedCrashError, WorkerStartError
 from spark_elastic.membership.events import WorkerLost
-from spark_elastic.membership.reasons import loss_in_words
+from spark_elastic.membership.reasons import LossKind, loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import PlaceCooledDown
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
@@ -304,8 +304,10 @@ class BootFailures:
 
     @property
     def is_explained(self) -> bool:
-        """True if the exit code or the stderr of the newest failure is known, not only that its channel closed."""
-        return self._newest is not None and (self._newest.cause.code is not None or bool(self._newest.stderr_tail))
+        """True if nothing more is to come about the newest failure: an agent's report of an exit brings the stderr."""
+        if self._newest is None or self._newest.cause.kind is LossKind.DYING:
+            return False
+        return self._newest.cause.code is not None or bool(self._newest.stderr_tail)
 
     def add(self, failure: WorkerLost) -> None:
         """Count a process that exited."""

@@ -29,7 +29,8 @@ TWINS = [pytest.param(path, id=path.stem) for path in notebooks.sources()]
 def running(request):
     """The notebooks that are asked for, two at a time, since each waits a lot."""
     items = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params["name"] for item in items if "name" in item.callspec.params}
+    cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    asked = {case["name"] for case in cases if "name" in case}
     with ThreadPoolExecutor(2) as pool:
         yield {
             path.stem: pool.submit(notebooks.execute, notebooks.notebook_of(path.read_text()))

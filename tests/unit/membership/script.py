@@ -66,6 +66,10 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
         r"worker (\d+) exits with (-?\d+): (.*)",
         lambda w, code, tail: e.WorkerLost(int(w), exited(int(code)), tail),
     ),
+    (
+        r"worker (\d+) dies with (-?\d+)",
+        lambda w, code: e.WorkerLost(int(w), dying(int(code))),
+    ),
     (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), reported(why))),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
     (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), in_loop=True, run=int(run or 1))),
@@ -82,6 +86,10 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
 
 def exited(code: int) -> LossCause:
     return LossCause(LossKind.EXITED, code=code)
+
+
+def dying(code: int) -> LossCause:
+    return LossCause(LossKind.DYING, code=code)
 
 
 def step_at(steps: int, *, loop: int = 1, marks: int = 0) -> StateVersion:

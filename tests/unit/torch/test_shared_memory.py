@@ -101,7 +101,7 @@ def in_any_order():
     hvd.init()
     r, n = hvd.rank(), hvd.size()
     first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * shared_memory.DEPTH)]
-    large = hvd.allreduce_async(torch.full((30_000_000,), 1.0), op=hvd.Sum)
+    large = hvd.allreduce_async(torch.full((6_000_000,), 1.0), op=hvd.Sum)
     over_gloo = hvd.allgather_async(torch.tensor([r]))
     other_set = hvd.allreduce_async(torch.full((9,), 2), op=hvd.Sum, process_set=hvd.local_process_set)
     last = hvd.allreduce_async(torch.full((5,), 1), op=hvd.Sum)
