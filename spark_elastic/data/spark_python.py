@@ -72,7 +72,8 @@ def _check_program(program: str) -> None:
     code = f"import sys; print(sys.executable); print('%d.%d.%d' % sys.version_info[:3]); {lacks}"
     try:
         done = subprocess.run([program, "-c", code], capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
-        path, version, missing, *_ = [*done.stdout.splitlines(), "", "", ""]
+        # the last three lines: a sitecustomize or .pth file may print something first
+        path, version, missing = ["", "", "", *done.stdout.splitlines()][-3:]
     except subprocess.TimeoutExpired:  # a machine that is busy says nothing about its Python
         return
     except OSError as error:

@@ -137,7 +137,7 @@ class TorchEngine(Engine):
         self._seed(at.epoch, batch.start)
         self._check_frozen()
         begun = int(at.history[-1]["steps"]) if at.history else 0
-        self._objective.begin(self.model, StepPlace(at.epoch, at.step, at.step - begun, self._rank, self._size))
+        self._objective.begin(self.model, self._place(at, at.step - begun))
         self.optimizer.zero_grad()
         for param in self._others:
             param.grad = None
@@ -243,11 +243,14 @@ class TorchEngine(Engine):
         with torch.no_grad():
             for batch in batches:
                 index = batch.start // global_rows
-                self._objective.begin(self.model, StepPlace(at.epoch, at.step, index, self._rank, self._size))
+                self._objective.begin(self.model, self._place(at, index))
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
+
+    def _place(self, at: Progress, index: int) -> StepPlace:
+        return StepPlace(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
 
     def share_buffers(self) -> None:
         if self._size > 1 and self._buffers:

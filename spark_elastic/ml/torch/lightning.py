@@ -113,6 +113,7 @@ class ModuleTrainer:
         """Take the progress of the training, which differs between steps."""
         self.current_epoch, self.global_step = place.epoch, place.step
         self.global_rank, self.world_size, self.is_global_zero = place.rank, place.size, place.rank == 0
+        self.local_rank = place.local_rank
         self.training, self.validating = training, not training
 
     @property
@@ -134,7 +135,7 @@ class ModuleTrainer:
         raise AttributeError(
             f"self.trainer.{name} does not exist in a training by ElasticTorchEstimator; there are current_epoch, "
             "global_step, max_epochs, num_training_batches, estimated_stepping_batches, and in the steps global_rank, "
-            "world_size, is_global_zero, training, validating"
+            "local_rank, world_size, is_global_zero, training, validating"
         )
 
 

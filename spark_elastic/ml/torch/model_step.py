@@ -84,6 +84,7 @@ class StepPlace:
         index: the number of the batch in this epoch, or in its validation, from 0.
         rank: the rank of this worker.
         size: the number of workers.
+        local_rank: the rank among the workers of this host.
     """
 
     epoch: int = 0
@@ -91,6 +92,7 @@ class StepPlace:
     index: int = 0
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
 
 
 class ModelStep(ABC):

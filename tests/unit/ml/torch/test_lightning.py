@@ -426,6 +426,15 @@ def test_attributes_that_configure_optimizers_sets_reach_the_steps_and_the_fitte
     assert not hasattr(module, "total")
 
 
+def test_ranks_are_those_of_the_only_worker(dataset: Dataset) -> None:
+    class Ranked(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("ranks", float(self.global_rank + self.local_rank))
+            return super().training_step(batch, batch_idx)
+
+    assert fitted(Ranked(), dataset).history["ranks"] == [0]
+
+
 def test_loss_that_only_the_validation_logs_is_a_column_of_the_validation(dataset: Dataset) -> None:
     class Plain(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
