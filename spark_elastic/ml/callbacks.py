@@ -215,7 +215,7 @@ class EarlyStopping(Callback):
 
 
 class BestCheckpoint(Callback):
-    """Keeps a durable checkpoint of the best epoch, and gives the trained model its weights.
+    """Gives the trained model the weights of the best epoch; with `checkpoint_dir`, keeps a durable checkpoint of it.
 
     Args:
         monitor: As in `EarlyStopping`; so are `mode` and `min_delta`.

@@ -286,10 +286,6 @@ class ElasticEstimator(
             raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
-        if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
-            from spark_elastic.driver.connect.package import ship_package
-
-            ship_package(context)  # the tasks that look at the store and write the rows need it as well
         self._check_shared(context)
         return context, tensors
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -198,6 +199,10 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
 
     def _check_shared(self, context: Any) -> None:
         """Raise `StoreError` if the driver cannot see files that executors write to the run folders."""
+        if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
+            from spark_elastic.driver.connect.package import ship_package
+
+            ship_package(context)  # the tasks that look at the store, and those that write rows, need it as well
         if self._launcher() is None:
             ensure_shared(self._runs(), context)
 

@@ -13,6 +13,8 @@ from typing import Any
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SECRETS = ("storage_options", "env")
 """Settings whose values may be credentials; only their names are described."""
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]*:[^/@\s'\"]*(?=@)")
+"""User and password in an address, which are the two keys of an object store."""
 _LONGEST = 6000
 """Characters of a description: the most that MLflow takes as a parameter."""
 
@@ -40,7 +42,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return value.item() if hasattr(value, "item") else value
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return _cut(str(value))
     if isinstance(value, Mapping):
         return _cut(str({key: describe(one) for key, one in value.items()}))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -85,4 +87,5 @@ def _name_of(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
+    text = _IN_ADDRESS.sub("***", text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -8,6 +8,7 @@ import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -18,13 +19,15 @@ from spark_elastic.jobs.tracking import search_run_id, without_password
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.trackers import mlflow_models
-from spark_elastic.trackers.mlflow_server import answers, is_reachable, quick_requests
+from spark_elastic.trackers.mlflow_server import answers, is_reachable, large_requests, quick_requests
 
 log = logging.getLogger("spark_elastic.mlflow")
 
 NOT_METRICS = ("epoch", "ended")
 RETRY_AFTER_S = 10.0
 """Time after a failure before the tracking server is tried again."""
+MOST_TRIES = 3
+"""Times that something is sent to a server that answers but fails to take it, for example under load."""
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 _LONGEST_NAME, _MOST_METRICS = 250, 1000
 """MLflow's limits of a metric's name, and of the metrics in one request."""
@@ -110,6 +113,15 @@ class MLflowCallback(DriverCallback):
         return fits
 
 
+@dataclass(slots=True)
+class _ToLog:
+    """Something that is to be logged: its name for people, the call that does it, and how often that has failed."""
+
+    name: str
+    call: Callable[[], None]
+    failures: int = 0
+
+
 class MLflowFit:
     """One fit's way into MLflow: a queue of what is to be logged, and the run that it goes to.
 
@@ -122,8 +134,8 @@ class MLflowFit:
         self._owns_run = False
         self._client: Any = None
         self.run_id: str | None = None
-        self._queue: list[tuple[str, Callable[[], None]]] = []
-        """What is to be logged: its name for people, and the call that does it."""
+        self._queue: list[_ToLog] = []
+        self._is_ending = False
         self._retry_at = 0.0
         self._is_away = True
         """The server has not answered the last request, or there was none yet."""
@@ -156,7 +168,8 @@ class MLflowFit:
             self._log("a change", lambda: self._set_tags({"spark_elastic.last_change": str(change)}))
 
     def end(self, result: DriverResult) -> None:
-        self._retry_at = 0.0
+        self._retry_at, self._is_ending = 0.0, True
+        self._log("the outcome", lambda: self._set_tags(_outcome(result)))
         self._log("the events", lambda: self._log_events(result))
         if result.model is not None:
             self._log("the plot", lambda: self._log_plot(result.model))
@@ -166,7 +179,7 @@ class MLflowFit:
             log.warning(
                 "the MLflow run of this fit is incomplete: %s could not be logged, because the tracking server cannot "
                 "be reached",
-                ", ".join(dict.fromkeys(name for name, _ in self._queue)),
+                ", ".join(dict.fromkeys(each.name for each in self._queue)),
             )
             self._leave_run()
 
@@ -176,12 +189,12 @@ class MLflowFit:
         """Queue a call, and do what is queued as far as the server can be reached."""
         if self._is_without_run:
             return
-        self._queue.append((name, call))
+        self._queue.append(_ToLog(name, call))
         if clock.monotonic() < self._retry_at:
             return
         with quick_requests():
             while self._queue:
-                name, call = self._queue[0]
+                item = self._queue[0]
                 uri = _mlflow().get_tracking_uri()
                 if not is_reachable(uri):
                     self._wait_for_server(uri, "it accepts no connection")
@@ -191,14 +204,16 @@ class MLflowFit:
                     return
                 self._is_away = False
                 try:
-                    call()
+                    item.call()
                 except Exception as error:
-                    if not answers(uri):  # it went away meanwhile
+                    item.failures += 1
+                    again = _may_pass(error) and item.failures < MOST_TRIES and not self._is_ending
+                    if again or not answers(uri):  # or it went away meanwhile
                         self._wait_for_server(uri, f"{type(error).__name__}: {error}")
                         return
-                    if name not in self._warned:
-                        self._warned.add(name)
-                        log.warning("%s could not be logged to MLflow: %s: %s", name, type(error).__name__, error)
+                    if item.name not in self._warned:
+                        self._warned.add(item.name)
+                        log.warning("%s could not be logged to MLflow: %s: %s", item.name, type(error).__name__, error)
                     if self.run_id is None:
                         self._is_without_run = True
                         self._queue.clear()
@@ -221,16 +236,18 @@ class MLflowFit:
     def _start_run(self) -> None:
         mlflow, callback = _mlflow(), self._callback
         active = mlflow.active_run()
-        if active is None or callback.nested:
+        search = search_run_id()
+        in_search = active is not None and active.info.run_id == search  # whose other fits have runs of their own
+        if active is None or callback.nested or in_search:
             experiment = None
             if callback.experiment_name is not None:
                 experiment = _experiment_id(callback.experiment_name)
-            search = search_run_id() if callback.nested and active is None else None
+            below = search if callback.nested and active is None else None
             active = mlflow.start_run(
                 run_name=callback.run_name,
                 experiment_id=experiment,
                 nested=active is not None,
-                tags=None if search is None else {_PARENT: search},
+                tags=None if below is None else {_PARENT: below},
             )
             self._owns_run = True
         self._client = mlflow.MlflowClient()
@@ -263,13 +280,6 @@ class MLflowFit:
         client.log_dict(self.run_id, {"events": [dict(event) for event in result.events]}, "spark_elastic/events.json")
         text = "\n".join(f"{event['seconds']:9.1f} s  {event['text']}" for event in result.events)
         client.log_text(self.run_id, f"{text}\n", "spark_elastic/events.txt")
-        kinds = [event["kind"] for event in result.events]
-        tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
-        if result.stopped:
-            tags["spark_elastic.stopped"] = result.stopped
-        if result.error is not None:
-            tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
-        self._set_tags(tags)
 
     def _log_plot(self, model: Any) -> None:
         try:
@@ -280,7 +290,7 @@ class MLflowFit:
 
     def _log_models(self, model: Any) -> None:
         name = self._callback.registered_model_name
-        with self._in_run():
+        with self._in_run(), large_requests():
             if "native" in self._callback.log_models:
                 mlflow_models.log_native(model, name)
                 name = None
@@ -295,9 +305,11 @@ class MLflowFit:
             yield
             return
         status = self._client.get_run(self.run_id).info.status  # its owner's, who has ended it during the fit
-        with mlflow.start_run(run_id=self.run_id, nested=mlflow.active_run() is not None):
-            yield
-        self._client.update_run(self.run_id, status=status)
+        try:
+            with mlflow.start_run(run_id=self.run_id, nested=mlflow.active_run() is not None):
+                yield
+        finally:
+            self._client.update_run(self.run_id, status=status)
 
     def _is_active(self) -> bool:
         active = _mlflow().active_run()
@@ -326,6 +338,23 @@ def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallbac
     callback = MLflowCallback(log_models=[])
     callback.log_settings = False
     return [callback]
+
+
+def _outcome(result: DriverResult) -> dict[str, str]:
+    """Return the tags of a fit that has ended."""
+    kinds = [event["kind"] for event in result.events]
+    tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
+    if result.stopped:
+        tags["spark_elastic.stopped"] = result.stopped
+    if result.error is not None:
+        tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
+    return tags
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return True for a failure of the server, which need not come again: an overload, a timeout, its database."""
+    status = getattr(error, "get_http_status_code", None)
+    return callable(status) and (status() == 429 or status() >= 500)
 
 
 def _metric_name(name: str) -> str:

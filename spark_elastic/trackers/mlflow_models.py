@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.trackers import autologging
 
 log = logging.getLogger("spark_elastic.mlflow")
@@ -37,8 +38,9 @@ def log_spark(model: Any, registered_model_name: str | None = None) -> None:
     """Log the Spark model as `spark_model`, unless autologging does so, or there is no session to save it with."""
     from pyspark.sql import SparkSession
 
-    if SparkSession.getActiveSession() is None:
-        log.info("the Spark model is not logged to MLflow: there is no active SparkSession")
+    session = SparkSession.getActiveSession()
+    if session is None or is_connect(session):  # MLflow saves such models through the session's JVM
+        log.info("the Spark model is not logged to MLflow: there is no active SparkSession, or it is of Spark Connect")
         return
     if autologging.logs_model(model):
         return

@@ -19,8 +19,15 @@ CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 5.0
 _NO_SERVER_BEHIND = (502, 503, 504)
 """The answers of a proxy whose server is down, and of a server that takes no requests now."""
-_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+_LIMITS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    _TIMEOUT: "20",
+    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40",
+}
 """Limits of MLflow's requests, unless the user has set them."""
+_LARGE_TIMEOUT = "120"
+"""Seconds for a request that carries a model, which the server answers once it has stored it: MLflow's own default."""
 
 _lock = threading.Lock()
 _users = 0
@@ -96,3 +103,19 @@ def quick_requests() -> Iterator[None]:
             if _users == 0:
                 for name in _set:
                     os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def large_requests() -> Iterator[None]:
+    """Give requests in the block, which is in one of `quick_requests`, the time that a model takes."""
+    _set_timeout(_LARGE_TIMEOUT)
+    try:
+        yield
+    finally:
+        _set_timeout(_LIMITS[_TIMEOUT])
+
+
+def _set_timeout(seconds: str) -> None:
+    with _lock:
+        if _TIMEOUT in _set:
+            os.environ[_TIMEOUT] = seconds

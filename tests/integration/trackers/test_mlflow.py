@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos import databricks_pb2
 
 import spark_elastic
 from spark_elastic import DriverCallback, LocalLauncher, MLflowCallback
@@ -19,6 +21,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
 from spark_elastic.jobs.tracking import fits_of
 from spark_elastic.ml.callbacks import Callback
+from spark_elastic.trackers.mlflow import MLflowFit
 from tests.integration.local.driver_fits import Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
@@ -286,6 +289,61 @@ def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began
         thread.join()
         assert mlflow.get_run(found[0]).data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert mlflow.get_run(found[0]).info.status == "FINISHED"
+
+
+def test_fits_of_a_list_of_settings_are_children_of_the_active_run(mlflow: Any) -> None:
+    tracker = MLflowCallback(log_models=[])
+    found: list[str | None] = []
+    with mlflow.start_run() as parent, fits_of(parent.info.run_id):
+        for _ in range(2):
+            fit_of(tracker)
+            found.append(tracker.run_id)
+        assert mlflow.active_run().info.run_id == parent.info.run_id
+    assert len({*found, parent.info.run_id}) == 3
+    for run_id in found:
+        run = mlflow.get_run(run_id)
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.info.status == "FINISHED"
+
+
+def failing(function: Any, error: Exception, times: int) -> Any:
+    """Return the function, which fails at its first calls."""
+    calls: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= times:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("code", ["TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"])
+def test_what_a_busy_server_did_not_take_is_sent_again(mlflow: Any, code: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("spark_elastic.trackers.mlflow.RETRY_AFTER_S", 0.0)
+    busy = MlflowException("too many requests", error_code=getattr(databricks_pb2, code))
+    monkeypatch.setattr(mlflow, "start_run", failing(mlflow.start_run, busy, 2))
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", failing(mlflow.MlflowClient.log_batch, busy, 2))
+    tracker = MLflowCallback(log_models=[])
+    fit_of(tracker, epochs=6)
+    assert points(mlflow, tracker.run_id, "loss") == [(epoch, 0.5) for epoch in range(6)]
+
+
+def test_what_a_server_never_takes_holds_up_nothing_else(mlflow: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("spark_elastic.trackers.mlflow.RETRY_AFTER_S", 0.0)
+    broken = MlflowException("database error", error_code=databricks_pb2.INTERNAL_ERROR)
+    monkeypatch.setattr(MLflowFit, "_log_settings", failing(None, broken, 100))
+    monkeypatch.setattr(mlflow.MlflowClient, "log_dict", failing(None, OSError("no rights on the bucket"), 100))
+    tracker = MLflowCallback(log_models=[])
+    fit_of(tracker, epochs=6)
+    assert points(mlflow, tracker.run_id, "loss") == [(epoch, 0.5) for epoch in range(6)]
+    run = mlflow.get_run(tracker.run_id)
+    assert run.data.tags["spark_elastic.lost"] == "0", "the outcome does not depend on the artifacts"
+    assert run.info.status == "FINISHED"
+    said = [record.message for record in caplog.records if record.name == "spark_elastic.mlflow"]
+    assert sum("the settings could not be logged" in text for text in said) == 1
+    assert sum("the events could not be logged" in text for text in said) == 1
 
 
 def test_name_that_mlflow_refuses_loses_no_other_value_of_the_epoch(mlflow: Any, caplog: Any) -> None:

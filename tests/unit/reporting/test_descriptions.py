@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from spark_elastic.data.store import Store
 from spark_elastic.reporting.descriptions import describe, describe_settings
 
 
@@ -63,6 +64,14 @@ def test_credentials_are_not_described() -> None:
     described = describe_settings(given)
     assert "hunter" not in str(described)
     assert described == {"storage_options": "key", "run_options": "{'env': 'TOKEN', 'start_timeout': 5.0}"}
+
+
+def test_keys_in_an_address_are_not_described() -> None:
+    bucket = Store("s3://AKIA:hunter2@bucket/x", "bucket/x", filesystem=object())
+    described = describe_settings({"store": bucket, "run_options": {"output_dir": str(bucket)}, "path": Path("/a@b")})
+    assert described["store"] == "s3://***@bucket/x"
+    assert described["run_options"] == "{'output_dir': 's3://***@bucket/x'}"
+    assert described["path"] == "/a@b"
 
 
 def test_description_of_many_variables_is_cut_too() -> None:

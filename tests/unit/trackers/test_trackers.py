@@ -16,7 +16,7 @@ from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store, without_password
 from spark_elastic.ml.persistence import plain_and_objects
-from spark_elastic.trackers.mlflow_server import is_reachable, quick_requests
+from spark_elastic.trackers.mlflow_server import is_reachable, large_requests, quick_requests
 from spark_elastic.trackers.tensorboard import EventFile, tag_of
 from tests.unit.ml.torch.estimators import estimator
 
@@ -51,6 +51,19 @@ def test_limits_of_requests_are_set_for_the_block_and_never_over_the_users_own(m
         assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+
+
+def test_requests_with_a_model_have_more_time(monkeypatch: Any) -> None:
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    with quick_requests():
+        with large_requests():
+            assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "120"
+        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "20"
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    with quick_requests(), large_requests():
+        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
 
 
