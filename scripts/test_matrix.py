@@ -54,7 +54,8 @@ class Row:
     Attributes:
         about: What the row is for.
         python: Minor version of Python.
-        pins: Versions that differ from constraints.txt; None for a package that the row does without.
+        pins: Versions that differ from constraints.txt; None for a package that the row does without, or that comes
+            with another.
         connect: Whether Spark Connect's packages are installed.
         beyond: Whether the versions are newer than the metadata allows.
     """
@@ -66,11 +67,12 @@ class Row:
     beyond: bool = False
 
 
-OLDEST = {
+OLDEST: dict[str, str | None] = {
     "pyspark": "3.5.0",
     "py4j": "0.10.9.7",
     "torch": "2.6.0",
     "tensorflow-cpu": "2.16.1",
+    "tensorboard": None,  # the one of that TensorFlow
     "keras": "3.11.3",
     "numpy": "1.24.0",
     "pandas": "2.0.0",
@@ -93,7 +95,7 @@ ROWS = {
     "oldest": Row("the oldest version of each package that the metadata allows", pins=OLDEST),
     "oldest-frameworks": Row(
         "the oldest Keras and TensorFlow with a new Spark",
-        pins={name: OLDEST[name] for name in ("tensorflow-cpu", "keras", "numpy", "scikit-learn", "scipy")},
+        pins={name: OLDEST[name] for name in (*FRAMEWORKS, "tensorboard", "numpy", "scikit-learn", "scipy")},
     ),
     "pandas3": Row(
         "pandas 3, which Spark 4.3 warns of and the metadata does not allow, and the newest pyarrow",
