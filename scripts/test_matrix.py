@@ -37,6 +37,7 @@ CHECK_S = 900.0
 """Most seconds of one check. They take a tenth of it on a machine that does nothing else."""
 TAIL_LINES = 60
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^;\s#]+)")
+_SINCE = re.compile(r'python_version >= "3\.(\d+)"')
 _OF_OTHER_ENVIRONMENTS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON")
 _OF_OTHER_ENVIRONMENTS += ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
@@ -173,13 +174,12 @@ CHECKS = {
         needs=(),
     ),
     "run": Check(
-        "`run` with a function that needs no PyTorch, and its refusals",
+        "`run` with fewer slots than workers, and with large arguments",
         (
             f"{_LOCAL}::test_more_workers_than_there_can_ever_be_slots_are_refused_at_once",
             f"{_LOCAL}::test_a_job_that_can_do_with_the_slots_there_are_starts_with_them",
             f"{_LOCAL}::test_arguments_of_megabytes_reach_every_worker",
         ),
-        needs=(),
     ),
     "protocol": Check(
         "membership, messages and driver: unit tests",
@@ -205,9 +205,15 @@ class MatrixError(Exception):
 # --- what is installed ------------------------------------------------------------------------------------------------
 
 
-def default_pins(text: str) -> dict[str, str]:
-    """Return name → version of the exact pins in a constraints file."""
-    return {found[1]: found[2] for line in text.splitlines() if (found := _PIN.match(line.strip()))}
+def default_pins(text: str, python: str = "3.11") -> dict[str, str]:
+    """Return name → version of the exact pins in a constraints file that hold for a minor version of Python."""
+    minor = int(python.partition(".")[2])
+    pins = {}
+    for line in text.splitlines():
+        since = _SINCE.search(line)
+        if (found := _PIN.match(line.strip())) and (since is None or minor >= int(since[1])):
+            pins[found[1]] = found[2]
+    return pins
 
 
 def constraints_of(row: Row, text: str, torch: str | None) -> str:
@@ -296,7 +302,8 @@ def install(row: Row, folder: Path, python: str) -> tuple[Environment, list[str]
     remarks = []
     lent = has_torch(python)
     torch = None if lent else torch_of(row, text)
-    shared = {name: row.pins.get(name) or default_pins(text)[name] for name in (*FRAMEWORKS, "scikit-learn")}
+    pins = {**default_pins(text, row.python), **row.pins}
+    shared = {name: pins.get(name) for name in (*FRAMEWORKS, "scikit-learn")}
     key = hashlib.sha256(json.dumps([python, torch, shared]).encode()).hexdigest()[:12]
     common = Environment(folder.parent / f"common-{key}")
     if not (common.folder / "complete").exists():
@@ -307,7 +314,7 @@ def install(row: Row, folder: Path, python: str) -> tuple[Environment, list[str]
                 with contextlib.suppress(MatrixError):
                     common.pip("--only-binary=:all:", "--no-deps", f"torch=={candidate}")
                     break
-        common.pip(*(f"{name}=={version}" for name, version in shared.items()))
+        common.pip(*(f"{name}=={version}" if version else name for name, version in shared.items()))
         (common.folder / "complete").touch()
     made = Environment(folder)
     shutil.copytree(common.folder, made.folder, symlinks=True, copy_function=os.link)

@@ -37,6 +37,12 @@ def test_row_changes_the_pins_that_it_names_and_keeps_the_others(matrix: ModuleT
     assert made == ["pandas==2.3.3  # why", "pyspark==3.5.0", "torch==2.13.0+cpu"]
 
 
+def test_pins_of_newer_pythons_do_not_hold_for_an_older_one(matrix: ModuleType) -> None:
+    text = 'numpy==2.4.6; python_version >= "3.11"\nkeras==3.15.1\n'
+    assert matrix.default_pins(text, "3.12") == {"numpy": "2.4.6", "keras": "3.15.1"}
+    assert matrix.default_pins(text, "3.10") == {"keras": "3.15.1"}
+
+
 def test_torch_is_only_taken_as_a_cpu_build(matrix: ModuleType) -> None:
     rows = matrix.ROWS.values()
     assert {matrix.torch_of(row, (ROOT / "constraints.txt").read_text()).rpartition("+")[2] for row in rows} == {"cpu"}

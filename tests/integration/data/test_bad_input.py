@@ -224,6 +224,7 @@ def test_read_only_store_is_reported(spark, tmp_path):
 
 
 def test_store_that_executors_do_not_see_is_reported(spark):
+    pytest.importorskip("fsspec")
     complaint = r"do not share memory://sets: .* does not see the driver's file\. Name a store .*hdfs://"
     with pytest.raises(StoreError, match=complaint):
         materialize(spark.range(3), {"x": "id"}, store="memory://sets")
