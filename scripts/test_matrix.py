@@ -82,8 +82,11 @@ OLDEST: dict[str, str | None] = {
     "tqdm": "4.64.0",
     "scikit-learn": "1.4.0",
     "scipy": "1.12.0",
+    "matplotlib": "3.8.4",
 }
 
+_OF_FRAMEWORKS = ("tensorboard", "numpy", "scikit-learn", "scipy", "matplotlib")
+"""What depends on the version of TensorFlow: its numpy, and those of others that work with that."""
 ROWS = {
     "spark35": Row(
         "Spark 3.5, as it is installed with packages of its time",
@@ -96,7 +99,7 @@ ROWS = {
     "oldest": Row("the oldest version of each package that the metadata allows", pins=OLDEST),
     "oldest-frameworks": Row(
         "the oldest Keras and TensorFlow with a new Spark",
-        pins={name: OLDEST[name] for name in (*FRAMEWORKS, "tensorboard", "numpy", "scikit-learn", "scipy")},
+        pins={name: OLDEST[name] for name in (*FRAMEWORKS, *_OF_FRAMEWORKS)},
     ),
     "pandas3": Row(
         "pandas 3, which Spark 4.3 warns of and the metadata does not allow, and the newest pyarrow",
