@@ -10,6 +10,7 @@ Leaving the block stops everything and raises AssertionError if a process that i
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -142,7 +143,9 @@ class ConnectServer:
 
     def stop(self) -> None:
         for session in self._sessions:
-            if not session.is_stopped and self.process.poll() is None:
+            if self.process.poll() is not None:  # PySpark would look for it for ten minutes as this process ends
+                atexit.unregister(getattr(session.client, "_on_exit", session.stop))
+            elif not session.is_stopped:
                 session.stop()
         for daemon in reversed(self._daemons):
             daemon.terminate()
