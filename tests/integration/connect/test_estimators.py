@@ -91,8 +91,8 @@ def test_saved_model_is_loaded_and_predicts_the_same(model, points, tmp_path):
         model.save(path)
     model.write().overwrite().save(path)
     loaded = ElasticTorchModel.load(path)
-    few = points.limit(20)
-    assert loaded.transform(few).collect() == model.transform(few).collect()
+    distinct = points.distinct()  # 35 rows, in any order
+    assert sorted(loaded.transform(distinct).collect()) == sorted(model.transform(distinct).collect())
     (tmp_path / "model/data").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"is incomplete: data/.* is missing"):
         ElasticTorchModel.load(path)
