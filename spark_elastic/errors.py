@@ -109,17 +109,21 @@ class ExecutorPythonError(UsageError):
         ours: the Python of this program.
         problem: why theirs cannot run workers.
         version: minor version of ours, which theirs needs as well.
+        on_connect: whether the session is one of Spark Connect, whose server chooses the executors' Python.
     """
 
-    def __init__(self, *, theirs: str, ours: str, problem: str, version: str) -> None:
+    def __init__(self, *, theirs: str, ours: str, problem: str, version: str, on_connect: bool = False) -> None:
+        where = "the session starts, set PYSPARK_PYTHON (or spark.pyspark.python)"
+        if on_connect:
+            where = "Spark Connect's server starts, set its PYSPARK_PYTHON"
         super().__init__(
-            f"Spark's executors run {theirs}, and {problem}; this program runs {ours}. Before the session starts, set "
-            f"PYSPARK_PYTHON (or spark.pyspark.python) to a Python {version} that has the same packages on every "
-            "machine, or install them into the executors' Python",
+            f"Spark's executors run {theirs}, and {problem}; this program runs {ours}. Before {where} to a Python "
+            f"{version} that has the same packages on every machine, or install them into the executors' Python",
             theirs=theirs,
             ours=ours,
             problem=problem,
             version=version,
+            on_connect=on_connect,
         )
 
 

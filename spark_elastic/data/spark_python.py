@@ -109,24 +109,27 @@ def refuse_python(answer: tuple[str, str, list[str]], *, on_connect: bool = Fals
 def _refuse(path: str, version: str, missing: Sequence[str], on_connect: bool = False) -> None:
     if missing:
         alone = " (ship_package=True sends it)" if on_connect and list(missing) == ["spark_elastic"] else ""
-        raise python_error(f"{path} ({version})", problem=f"it has no {', '.join(missing)}{alone}")
+        problem = f"it has no {', '.join(missing)}{alone}"
+        raise python_error(f"{path} ({version})", problem=problem, on_connect=on_connect)
 
 
-def python_error_of(error: BaseException, python: str) -> ExecutorPythonError | None:
+def python_error_of(error: BaseException, python: str, *, on_connect: bool = False) -> ExecutorPythonError | None:
     """Return the error to raise for a Spark job that failed because of the executors' Python; None for other causes.
 
     Args:
         error: The error of the job.
         python: The program that Spark starts on the executors.
+        on_connect: Whether the job is a query of a Spark Connect session.
     """
     text = str(error)
     if _VERSION_DIFFERS.search(text):
-        return python_error(python, problem="its minor version is another one")
+        return python_error(python, problem="its minor version is another one", on_connect=on_connect)
     if program := _NOT_RUN.search(text):
-        return python_error(program[1], problem="there is no such program")
+        return python_error(program[1], problem="there is no such program", on_connect=on_connect)
     if found := _NO_ARROW.search(text):
         package = (found[1] or found[2]).lower()
-        return python_error(python, problem=f"it has no {package}, or a version that is too old")
+        problem = f"it has no {package}, or a version that is too old"
+        return python_error(python, problem=problem, on_connect=on_connect)
     return None
 
 
@@ -183,7 +186,7 @@ def _check_on_connect(session: Any) -> None:
     try:
         (answer,) = session.range(0, 1, 1, 1).mapInArrow(task, schema).collect()
     except Exception as error:  # pyspark's, with the server's text
-        translated = python_error_of(error, python_on_connect(session))
+        translated = python_error_of(error, python_on_connect(session), on_connect=True)
         if translated is None:
             raise
         raise translated from None
@@ -191,10 +194,9 @@ def _check_on_connect(session: Any) -> None:
     _checked.add(about)
 
 
-def python_error(theirs: str, *, problem: str) -> ExecutorPythonError:
-    return ExecutorPythonError(
-        theirs=theirs, ours=f"{sys.executable} ({platform.python_version()})", problem=problem, version=_minor()
-    )
+def python_error(theirs: str, *, problem: str, on_connect: bool = False) -> ExecutorPythonError:
+    ours = f"{sys.executable} ({platform.python_version()})"
+    return ExecutorPythonError(theirs=theirs, ours=ours, problem=problem, version=_minor(), on_connect=on_connect)
 
 
 def _minor() -> str:

@@ -182,7 +182,7 @@ class _ConnectProbes:
         error = self._query.error
         if error is None:
             return None
-        wrong_python = python_error_of(error, python_on_connect(self._session))
+        wrong_python = python_error_of(error, python_on_connect(self._session), on_connect=True)
         return str(wrong_python) if wrong_python else loss_in_words(cluster.loss_of(str(error)))
 
     def cancel(self, timeout_s: float) -> None:

@@ -198,11 +198,15 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         return Store.create(checkpoint_dir, self._given("storage_options"))
 
     def _check_shared(self, context: Any) -> None:
-        """Raise `StoreError` if the driver cannot see files that executors write to the run folders."""
+        """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
+
+        On Spark Connect, sends this package to the executors first if `run_options` ask for it: the tasks that look
+        at the folders need it, and so do those that write rows later.
+        """
         if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
             from spark_elastic.driver.connect.package import ship_package
 
-            ship_package(context)  # the tasks that look at the store, and those that write rows, need it as well
+            ship_package(context)
         if self._launcher() is None:
             ensure_shared(self._runs(), context)
 
@@ -225,11 +229,8 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         identity = self._identity(dataset)
         run_id = self._given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared_datasets is not None:  # one of several trainings, each with its own checkpoints
-            names = {param.name for param in self._paramMap} - {
-                "storage_options",
-                "run_options",
-                "status_port",
-            }  # of the cluster
+            of_the_cluster = {"storage_options", "run_options", "status_port"}
+            names = {param.name for param in self._paramMap} - of_the_cluster
             run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
