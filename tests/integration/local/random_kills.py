@@ -87,16 +87,30 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(seed: int, folder: str | None, kills: int, pause_s: float):
-    """Run the loop of this seed; `folder`: where kills are noted, None: none happen. Returns: what it has come to."""
+def train(seed: int, folder: str | None, kills: int, pause_s: float, *, epochs: int | None = EPOCHS):
+    """Run the loop of this seed.
+
+    Args:
+        folder: Where kills are noted, and each step with its time (a diary: see `tests.integration.spark.training`).
+            None: nobody is killed, and nothing is noted.
+        kills: How many workers may kill themselves.
+        pause_s: Seconds of sleep in each step.
+        epochs: None: until the file `finish` is in the folder at the beginning of an epoch.
+
+    Returns: what it has come to. The second value after the digest is the number of epochs.
+    """
     import torch
 
     import spark_elastic.torch as hvd
     from spark_elastic.collective.process import process
+    from tests.integration.spark.training import Notes
 
     hvd.init()
     how = loop_of(seed)
-    killer = Killer(folder, seed, kills) if folder is not None else None
+    killer = Killer(folder, seed, kills) if folder is not None and kills else None
+    note = Notes(folder) if folder is not None else None
+    if note is not None:
+        note("up")
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -114,7 +128,11 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), op=hvd.Sum, backward_passes_per_step=how.passes
     )
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    if epochs == EPOCHS:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    else:  # the rate of a long training must not vanish
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
     state = hvd.elastic.TorchState(
         model, optimizer, average=average, schedule=schedule, scale=scale, batch=0, epoch=0, total=0.0, log=[], note=-1
     )
@@ -159,6 +177,10 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
                 if how.checks and part + 1 < how.passes:
                     state.check_host_updates()  # nothing can be resumed here
             optimizer.step()
+            if note is not None:
+                round = process.assignment.world.round
+                step = state.epoch * BATCHES + number
+                note("applied", step=step, epoch=state.epoch, round=round, rank=hvd.rank(), size=hvd.size())
             optimizer.zero_grad()
             if how.average != "before":
                 follow_average()
@@ -173,15 +195,22 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
         elif how.checks:
             state.check_host_updates()
 
+    def over() -> bool:
+        if epochs is not None:
+            return state.epoch >= epochs
+        told = float(state.batch == 0 and Path(folder, "finish").exists())
+        return hvd.allreduce(torch.tensor([told]), op=hvd.Max).item() > 0
+
     @hvd.elastic.run
     def loop(state) -> None:
-        if killer is not None:
+        if folder is not None:
             states = hvd.allgather_object(outcome(everything=True))
             if len(set(map(str, states))) > 1:
                 Path(folder, f"diverged-{process.assignment.world.round}").write_text("\n".join(map(str, states)))
                 raise AssertionError(f"seed {seed}, {how}: the states differ: {states}")
+        if killer is not None:
             killer.entered(process.assignment.world.round)
-        while state.epoch < EPOCHS:
+        while not over():
             while state.batch < BATCHES:
                 one_batch()
                 time.sleep(pause_s)

@@ -1,0 +1,113 @@
+"""What a storm has cost: read from the diary of the job's workers and from the driver's events."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.integration.spark.diary import Entry
+
+QUIET_STEPS = 50
+"""The fewest steps from which the speed without faults is taken."""
+
+
+@dataclass
+class Verdict:
+    """What is left of a training after a storm. Times are in seconds.
+
+    Attributes:
+        steps: Steps that the training has come to.
+        repeated_steps: Steps that workers applied again after an interrupted collective of the loop's own.
+        lost_steps: Where a worker went back further than to its last commit, in words.
+        goodput: Steps of the storm as a share of those that the speed before it would have given.
+        worst_stall_s: The longest time between one new step and the next.
+        stalls_s: The time between two steps around each world that began in the storm.
+        problems: What must not be, in words; empty: nothing.
+    """
+
+    steps: int
+    worlds: int
+    repeated_steps: int
+    lost_steps: list[str]
+    goodput: float
+    worst_stall_s: float
+    stalls_s: list[float]
+    problems: list[str]
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_times(applied: Sequence[Entry]) -> list[float]:
+    """Return when each step was applied by the first worker, in the order of the steps."""
+    first: dict[int, float] = {}
+    for entry in applied:
+        first[entry["step"]] = min(entry["at"], first.get(entry["step"], entry["at"]))
+    return [first[step] for step in sorted(first)]
+
+
+def repeated_steps(applied: Sequence[Entry], allowed: int) -> tuple[int, list[str]]:
+    """Look for steps that a worker applied although it had applied them before.
+
+    Args:
+        allowed: How many steps a worker may go back to its last commit, if a collective of the loop's own was
+            interrupted. 0: the loop has none between its commits.
+
+    Returns: the number of steps that were applied again, and in words where a worker went back by more.
+    """
+    by_worker: dict[int, list[Entry]] = {}
+    for entry in applied:
+        by_worker.setdefault(entry["pid"], []).append(entry)
+    count, lost = 0, []
+    for pid, entries in by_worker.items():
+        for one, next in itertools.pairwise(entries):
+            back = max(0, one["step"] + 1 - next["step"])
+            count += back
+            if back > allowed:
+                lost.append(
+                    f"process {pid} was at step {one['step']} in round {one['round']}, then at step {next['step']} in "
+                    f"round {next['round']}"
+                )
+    return count, lost
+
+
+def verdict_of(
+    applied: Sequence[Entry], allowed: int, worlds: int, began: float, ended: float, problems: list[str]
+) -> Verdict:
+    """Judge the steps of a storm that lasted from `began` to `ended` (of the monotonic clock)."""
+    repeated, lost = repeated_steps(applied, allowed)
+    times = first_times(applied)
+    quiet = [one for one in times if one < began]
+    if len(quiet) < QUIET_STEPS:
+        raise ValueError(f"{len(quiet)} steps before the storm; at least {QUIET_STEPS} tell the speed without faults")
+    speed = 1 / statistics.median(after - before for before, after in itertools.pairwise(quiet))
+    stormy = [one for one in times if began <= one <= ended]
+    gaps = [after - before for before, after in itertools.pairwise(stormy)]
+    rounds: dict[int, list[float]] = {}
+    for entry in applied:
+        rounds.setdefault(entry["round"], []).append(entry["at"])
+    bounds = [(min(each), max(each)) for _, each in sorted(rounds.items())]
+    stalls = [after[0] - before[1] for before, after in itertools.pairwise(bounds) if began <= after[0] <= ended]
+    return Verdict(
+        steps=len(times),
+        worlds=worlds,
+        repeated_steps=repeated,
+        lost_steps=lost,
+        goodput=round(len(stormy) / (speed * (ended - began)), 4),
+        worst_stall_s=round(max(gaps, default=0.0), 3),
+        stalls_s=[round(max(0.0, each), 4) for each in stalls],
+        problems=problems,
+    )
+
+
+def shared_files() -> set[str]:
+    """Return this package's files in shared memory and in the folder for temporary files."""
+    return {
+        *glob.glob("/dev/shm/*spark_elastic*"),
+        *glob.glob("/tmp/spark_elastic*"),
+        *glob.glob("/tmp/spark-elastic*"),
+    }
