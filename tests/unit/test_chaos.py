@@ -1,0 +1,80 @@
+"""The faults of a storm are those of its seed, and its judge sees what must not be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _chaos_faults
+
+    yield _chaos_faults
+    sys.modules.pop("_chaos_faults")
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _chaos_judge
+
+    yield _chaos_judge
+    sys.modules.pop("_chaos_judge")
+
+
+def steps(pid: int, numbers: list[int], *, round: int = 1, at: float = 0.0) -> list[dict[str, Any]]:
+    """A step each tenth of a second."""
+    return [{"pid": pid, "step": number, "round": round, "at": at + 0.1 * i} for i, number in enumerate(numbers)]
+
+
+def test_a_fault_depends_on_seed_and_number_alone(faults: Any) -> None:
+    kinds = faults.kinds_on("standalone")
+    one = [faults.fault_of(7, number, kinds, 0.5) for number in range(1, 50)]
+    assert one[40] == faults.fault_of(7, 41, kinds, 0.5)
+    assert one != [faults.fault_of(8, number, kinds, 0.5) for number in range(1, 50)]
+    assert all(0 <= fault.gap_s <= 2.0 for fault in one)
+
+
+def test_every_kind_of_fault_is_drawn_where_it_can_be_done(faults: Any) -> None:
+    for site in ("processes", "standalone", "namespaces"):
+        kinds = faults.kinds_on(site)
+        drawn = {faults.fault_of(1, number, kinds, 0.5).kind for number in range(1, 600)}
+        assert drawn == {name for name, kind in faults.FAULTS.items() if site in kind.on}
+    assert "kill executor" not in faults.kinds_on("processes")
+    assert "link down long" not in faults.kinds_on("standalone")
+
+
+def test_steps_that_a_survivor_applies_again_are_seen(judge: Any) -> None:
+    applied = [*steps(1, [1, 2, 3, 4]), *steps(1, [4, 5], round=2, at=1.0), *steps(2, [1, 2, 3])]
+    assert judge.repeated_steps(applied, allowed=1) == (1, [])
+    assert judge.repeated_steps(applied, allowed=0) == (
+        1,
+        ["process 1 was at step 4 in round 1, then at step 4 in round 2"],
+    )
+
+
+def test_steps_that_only_dead_workers_had_applied_are_not_lost(judge: Any) -> None:
+    applied = [*steps(1, [1, 2, 3, 4]), *steps(2, [1, 2, 3]), *steps(2, [4, 5], round=2, at=1.0)]
+    assert judge.repeated_steps(applied, allowed=0) == (0, [])
+
+
+def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_given(judge: Any) -> None:
+    quiet = steps(1, list(range(60)))
+    stormy = steps(1, list(range(60, 110)), round=2, at=10.0)
+    verdict = judge.verdict_of([*quiet, *stormy], 0, 2, 6.5, 16.5, [])
+    assert verdict.goodput == pytest.approx(0.5)
+    assert verdict.stalls_s == [pytest.approx(4.1)]
+    assert verdict.steps == 110
+    assert verdict.lost_steps == []
+
+
+def test_too_few_steps_before_the_storm_are_refused(judge: Any) -> None:
+    with pytest.raises(ValueError, match="10 steps before the storm; at least 50"):
+        judge.verdict_of(steps(1, list(range(10))), 0, 1, 5.0, 6.0, [])
