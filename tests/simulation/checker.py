@@ -212,14 +212,19 @@ class Checker:
             "after_loop": sum(each.after_loop for each in standing if each.state is WorkerState.TRAINING),
             "waiting_in_loop": sum(each.loop > 0 for each in waiting),
         }
-        require(dataclasses.asdict(registry.tally) == counted, f"the registry has counted {registry.tally}: {counted}")
-        require(registry.leaving.keys() == leaving, f"leaving are {leaving}, not {set(registry.leaving)}")
-        for host in registry.hosts():
-            here = [each for each in agents if each.place.host == host]
-            require(list(registry.on_host(host)) == here, f"the agents of {host} are {here}")
+        if dataclasses.asdict(registry.tally) != counted:
+            raise Violation(f"the registry has counted {registry.tally}: {counted}")
+        if registry.leaving.keys() != leaving:
+            raise Violation(f"leaving are {leaving}, not {set(registry.leaving)}")
+        by_host: dict[str, list[Any]] = {}
+        for each in agents:
+            by_host.setdefault(each.place.host, []).append(each)
+        for host, here in by_host.items():
+            if list(registry.on_host(host)) != here:  # the sentence is longer than the check
+                raise Violation(f"the agents of {host} are {here}")
             gone = sum(each.leaving is not None for each in here)
             require(registry.leaving_on(host) == gone, f"{gone} agents of {host} are leaving")
-        require(set(registry.hosts()) == {each.place.host for each in agents}, "a host is missing, or is empty")
+        require(set(registry.hosts()) == by_host.keys(), "a host is missing, or is empty")
 
     def _check_progress_is_made(self, machine: Any) -> None:
         """Require that the machine does not wait for something that has happened."""
@@ -287,8 +292,9 @@ class Checker:
         require(now >= self.excluded.get(place.host, now), f"a worker starts on {place.host}, where all of them crash")
         if self.hosts is not None:
             members = self._members()  # those that have to leave stay until their world can spare them
-            started = [w for w, a in self.on_agent.items() if self.places[a].host == place.host]
-            used = sum(1 for w in started if w not in self.gone and w not in members)
+            started = [(w, self.places[a]) for w, a in self.on_agent.items() if self.places[a].host == place.host]
+            staying = [w for w, its in started if its.executor not in self.decommissioned]
+            used = sum(1 for w in staying if w not in self.gone and w not in members)
             require(used < self.hosts.get(place.host, 0), f"{place.host} has {used} workers already")
         self._not_too_early(place.slot, now)
         self.started_at[command.worker] = now
@@ -407,8 +413,9 @@ class Checker:
         blocks = [h for i, h in enumerate(hosts) if i == 0 or hosts[i - 1] != h]
         require(len(blocks) == len(set(blocks)), f"a host's ranks are apart: {hosts}")
         if previous is not None:
-            old = [m.worker for m in previous.members]
-            survivors = [m.worker for m in members if m.worker in previous.workers]
+            # one that was sent on to a later loop comes there as a newcomer does
+            old = [m.worker for m in previous.members if m.worker not in self.admitted]
+            survivors = [m.worker for m in members if m.worker in old]
             require(survivors == sorted(survivors, key=old.index), "survivors changed their order")
             if survivors:
                 first = members[0].place.host == self.places[self.on_agent[survivors[0]]].host
@@ -418,7 +425,7 @@ class Checker:
             require([m.local_rank for m in block] == list(range(len(block))), "local ranks are wrong")
             require({m.local_size for m in block} == {len(block)}, "local sizes are wrong")
             if previous is not None:
-                new = [m.worker not in previous.workers for m in block]
+                new = [m.worker not in old for m in block]
                 require(new == sorted(new), "a newcomer goes before a survivor of its host")
         for local_rank in range(max(hosts.count(h) for h in blocks)):
             column = [m for m in members if m.local_rank == local_rank]
@@ -440,7 +447,7 @@ class Checker:
                 ahead = [
                     m.worker for m in self.world.members if versions.get(m.worker) == best and m.worker in versions
                 ]
-                require(root == ahead[0], "the root is not the oldest of the most advanced")
+                require(not ahead or root == ahead[0], "the root is not the oldest of the most advanced")
             require(world.sync == (set(versions.values()) != {best}), f"sync={world.sync} for {versions}")
         for worker in self.cluster.workers.values():  # the truth
             if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.trained:
@@ -478,7 +485,12 @@ class Checker:
         holders = [
             w
             for w in self.cluster.workers.values()
-            if w.alive and self._is_live(w.id) and w.version is not None and w.id not in self.done
+            if w.alive
+            and self._is_live(w.id)
+            and w.version is not None
+            and w.id not in self.done
+            # the end of the loop before is the beginning of this one, and has none of its steps
+            and w.version.is_current_at(self.furthest)
         ]
         if isinstance(error, errors.StateLostError):
             require(not holders, f"the state is not lost: workers {[w.id for w in holders]} hold it")

@@ -1,10 +1,19 @@
-"""Makes a job with failures from a seed, and runs it."""
+"""Makes a job with failures from a seed, and runs it.
+
+    python -m tests.simulation.seeds FIRST LAST            # 1 to 8 workers each
+    python -m tests.simulation.seeds FIRST LAST --large    # 10 to 200
+
+Prints the seeds that fail; the exit status is 1 if there are any.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 from typing import Any
 
+from spark_elastic.membership.machine import Membership
 from spark_elastic.settings import ElasticSettings
 from tests.simulation.cluster import Cluster, Plan
 
@@ -27,14 +36,21 @@ FAULTS = (
 )
 
 
-def plan_of(rng: random.Random) -> Plan:
-    """Draw a job and its failures."""
+def plan_of(rng: random.Random, *, large: bool = False) -> Plan:
+    """Draw a job and its failures.
+
+    Args:
+        large: 10 to 200 workers on up to 60 hosts, with few steps. Otherwise 1 to 8 on up to 4.
+    """
     hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
     max_num_proc = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
+    if large:
+        hosts, cores = rng.randint(5, 60), rng.randint(2, 4)
+        max_num_proc = min(rng.randint(20, 200), hosts * cores)
     num_proc = rng.randint(1, max_num_proc)
     settings = ElasticSettings(
         num_proc=num_proc,
-        min_num_proc=rng.randint(1, num_proc),
+        min_num_proc=rng.randint(1, (num_proc + 1) // 2 if large else num_proc),
         max_num_proc=max_num_proc,
         start_timeout_s=rng.choice([15.0, 120.0, 120.0]),
         elastic_timeout_s=rng.choice([5.0, 20.0, 120.0]),
@@ -47,7 +63,7 @@ def plan_of(rng: random.Random) -> Plan:
         crash_limit=rng.choice([2, 3, 3, None]),
     )
     plain = rng.random() < 0.2
-    steps = rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
+    steps = rng.randint(3, 20) if large else rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
     horizon = steps * 0.4 + 8
     faults = [(rng.uniform(0, horizon), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12]))]
     if faults and rng.random() < 0.3:  # bad luck comes in pairs
@@ -71,7 +87,7 @@ def plan_of(rng: random.Random) -> Plan:
         end_s=end_s,
         collectives_at_the_end=rng.choice([0, 0, 1, 2]),
         deaths_at_the_end=tuple(deaths_at_the_end),
-        unlucky=rng.choice([0.0, 0.0, 0.1, 0.3]),
+        unlucky=rng.choice([0.0, 0.0, 0.1, 0.3]) * (4 / max_num_proc if large else 1),  # of each of its workers
         boot_hang=rng.choice([0.0] * 5 + [0.3]),
         boot_crash=rng.choice([0.0] * 9 + [0.3]),
         poison_at=rng.randint(1, steps) if poison else None,
@@ -80,13 +96,34 @@ def plan_of(rng: random.Random) -> Plan:
     )
 
 
-def simulate(seed: int, machine_class: Any) -> Cluster:
-    """Run one seed to its end.
+def simulate(seed: int, machine_class: Any, *, large: bool = False) -> Cluster:
+    """Run one seed to its end, as a job of many workers if `large`.
 
     Raises: Violation, or whatever the machine itself raises, if an invariant does not hold.
     """
     rng = random.Random(seed)
-    plan = plan_of(rng)
+    plan = plan_of(rng, large=large)
     cluster = Cluster(machine_class(plan.settings), plan, rng)
     cluster.run()
     return cluster
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("first", type=int)
+    arguments.add_argument("last", type=int)
+    arguments.add_argument("--large", action="store_true")
+    args = arguments.parse_args()
+    failed = events = 0
+    for seed in range(args.first, args.last + 1):
+        try:
+            events += simulate(seed, Membership, large=args.large).events
+        except Exception as error:
+            failed += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+    print(f"{args.last - args.first + 1} jobs, {events} events, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,6 +21,15 @@ def test_every_invariant_holds_after_every_event(first: int) -> None:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_every_invariant_holds_with_many_workers(first: int) -> None:
+    for seed in range(first, first + 20):
+        try:
+            simulate(seed, Membership, large=True)
+        except Exception as error:
+            raise AssertionError(f"large seed {seed}: {type(error).__name__}: {error}") from error
+
+
 def test_the_same_seed_is_the_same_job() -> None:
     for seed in range(40):
         one, two = simulate(seed, Membership), simulate(seed, Membership)

@@ -316,14 +316,19 @@ class SimWorld:
         self._next()
 
     def _network_is_down(self) -> bool:
-        """Raise in some members, as if hosts could not reach one another while all of them reach the driver."""
+        """Raise in some members, as if hosts could not reach one another while all of them reach the driver.
+
+        Returns: whether it raised in any.
+        """
         hosts = {worker.place.host for worker in self.members}
         if self.cluster.now >= self.cluster.hosts_apart_until or len(hosts) == 1:
             return False
+        raised = False
         for index, worker in enumerate(self.members):
             if self._trains(worker) and (index == 0 or self.cluster.rng.random() < 0.5):
                 worker.later(0.0, 0.2, lambda w=worker: self._error(w))
-        return True
+                raised = True
+        return raised  # otherwise they wait for the one that does not move
 
     def _hang(self, again: Callable[[], None]) -> None:
         """Let the others wait for a member that does not take part, at most until the collective's own timeout."""
