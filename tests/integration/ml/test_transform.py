@@ -108,8 +108,8 @@ def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
 
 
 def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(rows: Any, tmp_path: Path) -> None:
-    # Not by a UDF in Python: where one feeds `transform`, Spark may close, after a task that failed, the connection to a
-    # Python process that a later task uses already ("Socket closed", CancelledKeyException).
+    # Not by a UDF in Python: where one feeds `transform`, Spark may close, after a task that failed, the connection to
+    # a Python process that a later task uses already ("Socket closed", CancelledKeyException).
     unknown = array_to_vector(F.array(F.lit(float("nan")), F.lit(1.0)))
     bad = rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))
     bad = bad.withColumn("v", F.when(F.col("id") == 9, unknown).otherwise(F.col("v")))
