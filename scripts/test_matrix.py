@@ -195,7 +195,7 @@ CHECKS = {
             "tests/integration/connect/test_run.py::test_training_survives_the_kill_of_a_worker_and_of_an_agent",
             "tests/integration/connect/test_estimators.py",
         ),
-        needs=("torch", "keras", "grpcio"),
+        needs=("torch", "keras", "grpcio-status"),
         oldest_spark=(4, 0),
     ),
 }
