@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,8 @@ from spark_elastic.membership.states import PHASES, WORKERS, Table
 from spark_elastic.wire import messages
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results"
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -165,6 +168,10 @@ CAPTIONS = {
     "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
     "before_after_layout.json": "the package before and after its modules were joined, two turns",
     "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
+    "chaos-namespaces.json": "storms of random faults, standalone cluster, each Worker in a network namespace",
+    "chaos-processes.json": "storms of random faults, processes of one machine",
+    "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
+    "chaos-standalone.json": "storms of random faults, standalone cluster",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
@@ -229,6 +236,35 @@ def _step_times(name: str, document: dict[str, Any]) -> list[str]:
         *rows,
         "",
     ]
+
+
+def storms() -> str:
+    """Return what `benchmarks/chaos.py` found: a row for each storm, and the faults with how often each was done."""
+    rows, counts = [], Counter[str]()
+    for path in sorted(RESULTS.glob("chaos-*.json")):
+        document = json.loads(path.read_text())
+        for each in document["raw"]["storms"]:
+            counts.update(fault["kind"] for fault in each["faults"])
+            wrong = len(each["lost_steps"]) + len(each["problems"])
+            cells = [each["on"], each["loop"], each["seed"], len(each["faults"]), each["worlds"], f"{each['steps']:,}"]
+            cells += [each["repeated_steps"], wrong, f"{each['goodput']:.0%}", f"{each['worst_stall_s']:.1f} s"]
+            rows.append(f"| {' | '.join(map(str, cells))} | {document['machine']['load_average_1min']:.1f} |")
+    heads = ["site", "loop", "seed", "faults", "worlds", "steps", "steps done again", "problems", "goodput"]
+    heads += ["longest time without a step", "load"]
+    faults = [f"| {kind.about} | {counts[name]} |" for name, kind in chaos_faults().items() if counts[name]]
+    total = f"In all {sum(counts.values()):,} faults:"
+    table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
+    return "\n".join([*table, "", total, "", "| fault | how often |", "|---|---|", *faults, ""])
+
+
+def chaos_faults() -> dict[str, Any]:
+    """Return the kinds of faults of `benchmarks/chaos.py`."""
+    folders = [str(ROOT), str(ROOT / "benchmarks")]
+    sys.path[:0] = folders
+    try:
+        return dict(importlib.import_module("_chaos_faults").FAULTS)
+    finally:
+        del sys.path[: len(folders)]
 
 
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
@@ -342,6 +378,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "torch_settings": torch_settings,
     "keras_settings": keras_settings,
     "results": results,
+    "storms": storms,
     "compared": compared,
     "lines_of_code": lines_of_code,
     "versions": versions,
