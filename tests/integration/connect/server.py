@@ -31,7 +31,7 @@ from tests.integration.processes import MARK, assert_gone, children, marked, wai
 ROOT = Path(__file__).resolve().parents[3]
 SPARK_HOME = Path(pyspark.__file__).parent
 _JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
-_PORT = r"Spark Connect server started at: \S*?:(\d+)"
+_PORT = r"Spark Connect server started at: \S*:(\d+)\s"
 _MASTER_PORT = r"Successfully started service 'sparkMaster' on port (\d+)"
 _EXECUTOR_ID = re.compile(r"ExecutorBackend .*--executor-id (\S+)")
 _SETTINGS = {
