@@ -28,7 +28,7 @@ def train_loop():
             optimizer.zero_grad()
             loss_fn(model(torch.stack([batch["x"], batch["y"]], dim=1)), batch["label"].long()).backward()
             optimizer.step()
-    return net
+    return {name: value.numpy() for name, value in net.state_dict().items()}
 
 
 def predict(batch):
@@ -39,5 +39,5 @@ def predict(batch):
 
 data = ray.data.read_parquet("rows.parquet")
 trainer = TorchTrainer(train_loop, scaling_config=ray.train.ScalingConfig(num_workers=2), datasets={"train": data})
-net = trainer.fit().return_value
+net.load_state_dict({name: torch.from_numpy(value) for name, value in trainer.fit().return_value.items()})
 assert data.filter(expr="label == 1").map_batches(predict).mean("prediction") > 0.5

@@ -51,7 +51,7 @@ def train_loop():
             optimizer.step()
             losses.append(loss.item())
         history.append(sum(losses) / len(losses))
-    return net, history
+    return {name: value.numpy() for name, value in net.state_dict().items()}, history
 
 
 def predict(batch):
@@ -63,6 +63,7 @@ def predict(batch):
 
 data = ray.data.read_parquet("rows.parquet")
 trainer = TorchTrainer(train_loop, scaling_config=ray.train.ScalingConfig(num_workers=2), datasets={"train": data})
-net, history = trainer.fit().return_value
+weights, history = trainer.fit().return_value
+net.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
 data.map_batches(predict).select_columns(["user", "item", "rating", "prediction"]).show(3)
 assert history[-1] < history[0]

@@ -26,7 +26,7 @@ def train_loop():
         optimizer.zero_grad()
         loss_fn(model(torch.stack([batch["x"], batch["y"]], dim=1)), batch["label"].long()).backward()
         optimizer.step()
-    return net
+    return {name: value.numpy() for name, value in net.state_dict().items()}
 
 
 trainer = TorchTrainer(
@@ -34,7 +34,7 @@ trainer = TorchTrainer(
     scaling_config=ray.train.ScalingConfig(num_workers=2),
     datasets={"train": ray.data.read_parquet("rows.parquet")},
 )
-net = trainer.fit().return_value
+net.load_state_dict({name: torch.from_numpy(value) for name, value in trainer.fit().return_value.items()})
 
 
 @F.pandas_udf("prediction double, probability array<double>")

@@ -44,7 +44,7 @@ def train_loop():
             optimizer.zero_grad()
             loss_fn(model(batch["tokens"]), batch["label"]).backward()
             optimizer.step()
-    return net
+    return {name: value.numpy() for name, value in net.state_dict().items()}
 
 
 def predict(batch):
@@ -55,5 +55,5 @@ def predict(batch):
 
 data = ray.data.read_parquet("rows.parquet", columns=["tokens", "label"])
 trainer = TorchTrainer(train_loop, scaling_config=ray.train.ScalingConfig(num_workers=2), datasets={"train": data})
-net = trainer.fit().return_value
+net.load_state_dict({name: torch.from_numpy(value) for name, value in trainer.fit().return_value.items()})
 assert data.map_batches(predict).filter(expr="label != prediction").count() == 0

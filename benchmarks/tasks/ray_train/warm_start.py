@@ -1,5 +1,7 @@
 """Go on from a fitted model, and train the last layer alone, with Ray Train."""
 
+import copy
+
 import ray.train
 import torch
 from pyspark.sql import SparkSession
@@ -27,14 +29,17 @@ def fitted(net, month):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        return net, sum(losses) / len(losses)
+        return {name: value.numpy() for name, value in net.state_dict().items()}, sum(losses) / len(losses)
 
     trainer = TorchTrainer(
         train_loop,
         scaling_config=ray.train.ScalingConfig(num_workers=1),
         datasets={"train": ray.data.read_parquet("rows.parquet").filter(expr=f"month == {month}")},
     )
-    return trainer.fit().return_value
+    weights, loss = trainer.fit().return_value
+    trained = copy.deepcopy(net)
+    trained.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
+    return trained, loss
 
 
 january, january_loss = fitted(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), 1)
