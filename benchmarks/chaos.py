@@ -10,13 +10,14 @@ Sites: `processes` (the local launcher, two loopback addresses as hosts), `stand
 
 Loops: `sampler` reads its rows through an `ElasticSampler`: each row has to be used exactly once an epoch. `exact` has
 commits, schedules, broadcasts, accumulated gradients, skipped steps and averages kept by hand, drawn from the seed; its
-weights do not depend on the number of workers, and have to be those of an undisturbed run, to the last bit.
+weights do not depend on the number of workers, and have to be those of an undisturbed run, to the last bit. `torch` and
+`keras` are fits of the estimators: each row adds its own whole numbers to the weights, once an epoch.
 
 A storm leaves at least one worker of each world alone, so that the state is never lost. It passes if no applied step
 was lost, all replicas were equal in each world, the result is right and nothing is left: no process, no thread, no
 descriptor, no file, no Spark job. The exit status is 1 otherwise. A fault is known by the storm's seed and its number.
 
-`sampler` has no collectives but its gradients', so none of its steps may be applied twice. `exact` has others, and
+A worker of `sampler`, `torch` or `keras` may apply none of its steps twice. `exact` has collectives of its own, and
 repeats the steps since its last commit if one of those is interrupted (docs/elasticity.md); no more than these.
 """
 
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _chaos_faults import FAULTS, Fault, Site, Strike, fault_of, kinds_on
 from _chaos_judge import Verdict, shared_files, verdict_of
 from _harness import Series, parser, report
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.membership.timeline import WorldStarted
@@ -48,11 +50,13 @@ from tests.integration.local import random_kills
 from tests.integration.processes import GONE_S, assert_gone, children, command_line, wait_until
 from tests.integration.spark import training
 from tests.integration.spark.diary import Diary, Entry
+from tests.integration.spark.fits import Fit, Framework
 from tests.leftovers import Before
 
 ROOT = Path(__file__).resolve().parents[1]
 SITES = ("processes", "standalone", "namespaces")
-LOOPS = ("sampler", "exact")
+FITS: tuple[Framework, ...] = ("torch", "keras")
+LOOPS = ("sampler", "exact", *FITS)
 HEARTBEAT_TIMEOUT_S = 4.0
 WORKERS = {"processes": (3, 4), "standalone": (2, 3), "namespaces": (2, 3)}
 """How many workers a storm starts with, and how many it may have."""
@@ -68,10 +72,14 @@ class Hang(AssertionError):
 
 
 @contextlib.contextmanager
-def site_of(on: str) -> Iterator[Any]:
-    """The Spark cluster of a site; None: it has none."""
+def site_of(on: str, loop: str) -> Iterator[Any]:
+    """The Spark cluster of a site; None: it has none, but a local session that writes the rows of a fit."""
     hosts = WORKERS[on][1]
-    if on == "processes":
+    if on == "processes" and loop in FITS:
+        builder = SparkSession.builder.master("local[1]").config("spark.ui.showConsoleProgress", "false")
+        with builder.getOrCreate():
+            yield None
+    elif on == "processes":
         yield None
     elif on == "standalone":
         with clusters.standalone(workers=hosts, cores=1, decommission=True) as cluster:
@@ -86,11 +94,20 @@ def site_of(on: str) -> Iterator[Any]:
 def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
     """Start the training that is to be struck."""
     num_proc, max_num_proc = WORKERS[on]
-    where: dict[str, Any] = (
-        {"spark": cluster.spark}
-        if cluster is not None
-        else {"launcher": spark_elastic.LocalLauncher(hosts=("127.0.0.1", "127.0.0.2"), preimport=("torch",))}
-    )
+    sizes = {"num_proc": num_proc, "min_num_proc": 1, "max_num_proc": max_num_proc}
+    settings: dict[str, Any] = {
+        "heartbeat_timeout": HEARTBEAT_TIMEOUT_S,
+        "cooldown_range": (0.05, 1.0),
+        "start_timeout": 300,
+        "elastic_timeout": 300,
+    }
+    if cluster is None:
+        preimport = ("tensorflow" if loop == "keras" else "torch",)
+        settings["launcher"] = spark_elastic.LocalLauncher(hosts=("127.0.0.1", "127.0.0.2"), preimport=preimport)
+    for framework in FITS:
+        if loop == framework:
+            spark = cluster.spark if cluster is not None else SparkSession.getActiveSession()
+            return Fit(framework, spark, folder, run_options=settings, **sizes)
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     if loop == "sampler":
@@ -102,15 +119,10 @@ def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
     return spark_elastic.run_async(
         function,
         arguments,
-        num_proc=num_proc,
-        min_num_proc=1,
-        max_num_proc=max_num_proc,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
-        cooldown_range=(0.05, 1.0),
-        start_timeout=300,
-        elastic_timeout=300,
         verbose=0,
-        **where,
+        spark=cluster.spark if cluster is not None else None,
+        **sizes,
+        **settings,
     )
 
 
@@ -183,21 +195,25 @@ def undisturbed(seed: int, epochs: int) -> str:
     return done.stdout.strip()
 
 
-def problems_of(loop: str, seed: int, job: Any, diary: Diary, results: list[Any]) -> list[str]:
+def problems_of(loop: str, seed: int, job: Any, diary: Diary, results: Any) -> list[str]:
     """Return what is wrong with the end of a training, and with the way to it."""
-    if loop == "sampler":
+    if loop != "exact":
         try:
-            diary.check(job, results)
+            diary.check(job, results) if loop == "sampler" else diary.check_steps()
         except AssertionError as error:
             return [str(error)]
-        return []
+        return [] if loop == "sampler" else job.problems()
     found = [path.read_text() for path in diary.folder.glob("diverged-*")]
     expected = undisturbed(seed, results[0][2])
     return [*found, *(f"{result} and not {expected}" for result in set(map(str, results)) if result != expected)]
 
 
-def left_behind(cluster: Any, before: Before, files: set[str]) -> list[str]:
-    """Return what a job has left, after a moment for what is ending."""
+def left_behind(cluster: Any, before: Before, files: set[str], *, with_spark: bool) -> list[str]:
+    """Return what a job has left, after a moment for what is ending.
+
+    Args:
+        with_spark: Spark runs in this process, and has opened connections of its own.
+    """
     problems = []
     ours = lambda: {  # noqa: E731
         pid: line
@@ -206,7 +222,7 @@ def left_behind(cluster: Any, before: Before, files: set[str]) -> list[str]:
     }
     checks: list[Callable[[], object]] = [
         lambda: assert_gone(ours, GONE_S),
-        lambda: before.assert_nothing_left() if cluster is None else before.assert_no_threads_left(),
+        before.assert_no_threads_left if with_spark else before.assert_nothing_left,
         lambda: wait_until(lambda: shared_files() <= files, GONE_S, f"files: {shared_files() - files}"),
     ]
     if cluster is not None:
@@ -222,7 +238,7 @@ def left_behind(cluster: Any, before: Before, files: set[str]) -> list[str]:
 
 def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[str, Any]]]:
     """One storm over one training."""
-    with site_of(on) as cluster, tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    with site_of(on, loop) as cluster, tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         before, files = Before(), shared_files()
         diary = Diary(folder)
@@ -231,7 +247,7 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
         done: list[dict[str, Any]] = []
         problems: list[str] = []
         began = ended = time.monotonic()
-        results: list[Any] = []
+        results: Any = None
         try:
             if world_for(site, job, WORKERS[on][0]) is None:
                 raise Hang(f"{WORKERS[on][0]} workers never trained")
@@ -248,11 +264,15 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
             problems.append(f"{type(error).__name__}: {error}")
         finally:
             job.cancel()
-        if results:
+        if results is not None:
             problems += problems_of(loop, seed, job, diary, results)
-        problems += left_behind(cluster, before, files)
+        problems += left_behind(cluster, before, files, with_spark=cluster is not None or loop in FITS)
         applied = [entry for entry in diary.read() if entry["what"] == "applied"]
-        worlds = sum(isinstance(record, WorldStarted) for record in job.events())
+        worlds = (
+            len({entry["round"] for entry in applied})  # a world without a step is not seen here
+            if isinstance(job, Fit)
+            else sum(isinstance(each, WorldStarted) for each in job.events())
+        )
         allowed = random_kills.loop_of(seed).commit_every if loop == "exact" else 0
         return verdict_of(applied, allowed, worlds, began, ended, problems), done
 

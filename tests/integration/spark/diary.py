@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,28 @@ def is_alive(pid: int) -> bool:
 
 
 class Diary:
-    """What the workers of one job wrote, as far as it has been read."""
+    """What the workers of one job wrote, as far as it has been read. Several threads may use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: list[Entry] = []
         self._newest: dict[int, Entry] = {}
         self._offsets: dict[Path, int] = {}
+        self._reading = threading.Lock()
 
     def read(self) -> list[Entry]:
         """All entries so far, those of one worker in their order."""
-        for path in self.folder.glob("*.diary"):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            news = [json.loads(line) for line in whole.splitlines()]
-            self.entries += news
-            self._newest.update((entry["pid"], entry) for entry in news if entry["what"] == "applied")
-        return self.entries
+        with self._reading:
+            for path in self.folder.glob("*.diary"):
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(path, 0))
+                    data = file.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+                news = [json.loads(line) for line in whole.splitlines()]
+                self.entries += news
+                self._newest.update((entry["pid"], entry) for entry in news if entry["what"] == "applied")
+            return list(self.entries)
 
     def newest(self) -> dict[int, Entry]:
         """The last step of each living worker in the newest round that one of them has reached, by rank."""
@@ -128,6 +131,11 @@ class Diary:
             assert [result["rank"] for result in results] == list(range(len(results)))
             assert {result["step"] for result in results} == {max(counts)}, results
             assert {result["digest"] for result in results} == {after[max(counts)]}, results
+
+    def check_steps(self) -> None:
+        """No step lost or done twice by a worker, equal parameters after each step."""
+        applied = [entry for entry in self.read() if entry["what"] == "applied"]
+        _check_digests(applied, _check_steps(applied))
 
 
 def _check_steps(applied: list[Entry]) -> dict[int, int]:
