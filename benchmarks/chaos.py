@@ -17,8 +17,8 @@ A storm leaves at least one worker of each world alone, so that the state is nev
 was lost, all replicas were equal in each world, the result is right and nothing is left: no process, no thread, no
 descriptor, no file, no Spark job. The exit status is 1 otherwise. A fault is known by the storm's seed and its number.
 
-A worker of `sampler`, `torch` or `keras` may apply none of its steps twice. `exact` has collectives of its own, and
-repeats the steps since its last commit if one of those is interrupted (docs/elasticity.md); no more than these.
+In `sampler`, `torch` and `keras` no worker may apply a step twice. `exact` has collectives of its own. If one of them
+is interrupted, it repeats the steps since its last commit, and no more than these (docs/elasticity.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -104,10 +104,9 @@ def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
     if cluster is None:
         preimport = ("tensorflow" if loop == "keras" else "torch",)
         settings["launcher"] = spark_elastic.LocalLauncher(hosts=("127.0.0.1", "127.0.0.2"), preimport=preimport)
-    for framework in FITS:
-        if loop == framework:
-            spark = cluster.spark if cluster is not None else SparkSession.getActiveSession()
-            return Fit(framework, spark, folder, run_options=settings, **sizes)
+    if loop in FITS:
+        spark = cluster.spark if cluster is not None else SparkSession.getActiveSession()
+        return Fit(cast(Framework, loop), spark, folder, run_options=settings, **sizes)
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     if loop == "sampler":
@@ -197,12 +196,15 @@ def undisturbed(seed: int, epochs: int) -> str:
 
 def problems_of(loop: str, seed: int, job: Any, diary: Diary, results: Any) -> list[str]:
     """Return what is wrong with the end of a training, and with the way to it."""
-    if loop != "exact":
-        try:
-            diary.check(job, results) if loop == "sampler" else diary.check_steps()
-        except AssertionError as error:
-            return [str(error)]
-        return [] if loop == "sampler" else job.problems()
+    try:
+        if loop == "sampler":
+            diary.check(job, results)
+            return []
+        if loop in FITS:
+            diary.check_steps()
+            return job.problems()
+    except AssertionError as error:
+        return [str(error)]
     found = [path.read_text() for path in diary.folder.glob("diverged-*")]
     expected = undisturbed(seed, results[0][2])
     return [*found, *(f"{result} and not {expected}" for result in set(map(str, results)) if result != expected)]
@@ -212,7 +214,7 @@ def left_behind(cluster: Any, before: Before, files: set[str], *, with_spark: bo
     """Return what a job has left, after a moment for what is ending.
 
     Args:
-        with_spark: Spark runs in this process, and has opened connections of its own.
+        with_spark: Leave out the descriptors, because Spark runs in this process and opens its own.
     """
     problems = []
     ours = lambda: {  # noqa: E731

@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Diary:
-    """What the workers of one job wrote, as far as it has been read. Several threads may use it."""
+    """Reads what the workers of one job write. Several threads may use one Diary."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,7 +133,7 @@ class Diary:
             assert {result["digest"] for result in results} == {after[max(counts)]}, results
 
     def check_steps(self) -> None:
-        """No step lost or done twice by a worker, equal parameters after each step."""
+        """Assert that no worker lost a step or applied one twice, and that all parameters are equal after each step."""
         applied = [entry for entry in self.read() if entry["what"] == "applied"]
         _check_digests(applied, _check_steps(applied))
 

@@ -1,7 +1,7 @@
-"""Fits of the estimators that write a diary, and what they have to come to.
+"""Fits of the estimators that write a diary, and the weights that they must end with.
 
-The gradient of their loss does not depend on the weights: each row adds its own whole numbers, once an epoch. So the
-weights of a fit tell whether a row was left out or used twice, however long ago, and whatever happened to the workers.
+The gradient of their loss does not depend on the weights: each row changes them by fixed numbers once an epoch. So the
+final weights show whether a row was left out or used twice in any epoch, whatever happened to the workers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ ROWS, BATCH, FEATURES = 250, 25, 8
 LEARNING_RATE = 0.125
 MOST_EPOCHS = 1_000_000
 TOLERANCE: dict[Framework, float] = {"torch": 1e-9, "keras": 3e-7}
-"""How far a weight may be off, relative to the largest: it is a sum of float64 whose order depends on the workers, and
-Keras computes losses in float32. One row too many changes some weight by more than this within the first 10,000
-epochs."""
+"""Largest error of a weight, relative to the largest weight. Sums of float64 depend on their order, and so on the
+workers; Keras computes losses in float32. In the first 10,000 epochs, one row too many changes a weight by more."""
 
 
 class FitDiary(Callback):
@@ -79,7 +78,7 @@ def rows(spark: Any) -> Any:
 
 
 def expected_weights(epochs: int) -> np.ndarray:
-    """Return what so many epochs have to come to, each of which uses every row once, in any order."""
+    """Return the weights after a number of epochs that use every row once, in any order, [FEATURES]."""
     x, y = _numbers()
     return -LEARNING_RATE * epochs * (x * y[:, None]).sum(axis=0) / BATCH
 
@@ -130,7 +129,7 @@ def estimator(framework: Framework, folder: Path, **settings: Any) -> Any:
 
 
 class Fit:
-    """A fit on a thread of its own, with the methods of a job that a storm needs."""
+    """Run a fit on its own thread, with the methods of `ElasticJob` that a storm calls."""
 
     def __init__(self, framework: Framework, spark: Any, folder: Path, **settings: Any) -> None:
         self.model: Any = None
@@ -166,7 +165,7 @@ class Fit:
         return self.model
 
     def cancel(self) -> None:
-        """Have the fit end with its epoch, if it still runs, and wait for it."""
+        """End the fit after its epoch, and wait up to 60 s for that."""
         (self._folder / "finish").touch()
         self._thread.join(60)
 
