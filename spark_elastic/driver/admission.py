@@ -25,6 +25,9 @@ and connects again if this happens to it on a busy machine."""
 RESERVED = 128
 """Descriptors that are kept for the rest of the process if its limit is low."""
 LOG_INTERVAL_S = 60.0
+MAX_REASONS = 16
+"""Reasons that are counted by themselves; some have numbers that the peer chooses."""
+_OTHER_REASONS = "other reasons"
 _BACKLOG = 1024
 _AT_ONCE = 32
 """Connections that are accepted before the event loop serves other sockets again."""
@@ -168,7 +171,8 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, why: str, address: str) -> None:
-        self._counts[why] += 1
+        known = why in self._counts or len(self._counts) < MAX_REASONS
+        self._counts[why if known else _OTHER_REASONS] += 1
         self._last = address or self._last
         if self._timer is None:
             self._log()

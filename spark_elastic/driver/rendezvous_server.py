@@ -23,6 +23,8 @@ from spark_elastic.wire.encoding import encode
 
 MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
+HELLO_TIMEOUT_S = 60.0
+"""Agents and workers send their hello as soon as they are authenticated."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class RendezvousServer:
         silence_limit_s: Seconds without a message after which peers take the driver for lost.
         stall_timeout_s: The setting `stall_timeout`.
         max_unauthenticated: See `Admission`.
+        hello_timeout_s: Seconds after which an authenticated peer that has not said who it is is dropped.
     """
 
     def __init__(
@@ -128,15 +131,18 @@ class RendezvousServer:
         silence_limit_s: float,
         stall_timeout_s: float,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self._key = key
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s, address="")
+        self._hello_timeout_s = hello_timeout_s
         self._serving = False
         self._key_values = RoundKeyValues()
-        self._unnamed: set[MessageStream] = set()
+        self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
+        """Authenticated connections without a hello, with the timers that close them."""
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
         self._agent_of: dict[MessageStream, AgentId] = {}
@@ -214,7 +220,9 @@ class RendezvousServer:
 
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
-        self._unnamed.add(stream)
+        self._unnamed[stream] = asyncio.get_running_loop().call_later(
+            self._hello_timeout_s, stream.abort, "the peer did not say in time who it is"
+        )
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
@@ -222,7 +230,7 @@ class RendezvousServer:
         elif stream in self._agent_of:
             self._listener.agent_said(self._agent_of[stream], message)
         elif stream in self._unnamed:
-            self._unnamed.discard(stream)
+            self._unnamed.pop(stream).cancel()
             self._named(stream, message)
 
     def _named(self, stream: MessageStream, message: wire.Message) -> None:
@@ -263,8 +271,9 @@ class RendezvousServer:
             self._listener.worker_said(worker, message)
 
     def _closed(self, stream: MessageStream, why: str) -> None:
-        self._unnamed.discard(stream)
-        if stream in self._agent_of:
+        if stream in self._unnamed:
+            self._unnamed.pop(stream).cancel()
+        elif stream in self._agent_of:
             agent = self._agent_of.pop(stream)
             del self._agents[agent]
             self._listener.agent_gone(agent, why)

@@ -81,7 +81,7 @@ def decode(data: bytes) -> Message:
     name = fields.pop("type", None)
     reader = _readers().get(name) if isinstance(name, str) else None
     if reader is None:
-        raise ProtocolError(f"unknown message type {name!r}")
+        raise ProtocolError(f"unknown message type {name!r:.80}")
     try:
         return reader(fields, payload)
     except _Unexpected as error:
@@ -150,7 +150,7 @@ def _fields_reader(cls: type[Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
     def read(fields: dict[str, Any]) -> dict[str, Any]:
         if fields.keys() != names:
             missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names)
-            raise _Unexpected(f"missing fields {missing}, unknown fields {unknown}")
+            raise _Unexpected(f"missing fields {missing}, unknown fields {unknown!s:.200}")
         values = {}
         name = ""
         try:
@@ -217,7 +217,10 @@ def _float(value: Any) -> float:
     if type(value) is float:
         return value
     if type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _Unexpected("an integer that no float can hold") from None
     raise _Unexpected(f"expected float, got {type(value).__name__}")
 
 

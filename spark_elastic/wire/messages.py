@@ -6,6 +6,7 @@ A message is a frozen dataclass of plain values; `wire.encoding` makes bytes of 
 
 from __future__ import annotations
 
+import ipaddress
 import platform
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import cloudpickle
 
 from spark_elastic.membership.topology import Place, StateVersion, World
+from spark_elastic.wire.ports import split_port
 
 FUNCTION_PART_BYTES = 1 << 20
 SHARED_MEMORY_BYTES = 64
@@ -42,6 +44,13 @@ class AgentHello(Message):
     cores: int
     accelerators: tuple[str, ...]
     python: str
+
+    def __post_init__(self) -> None:
+        for name, addresses in self.addresses.items():
+            if not addresses:
+                raise ValueError(f"the interface {name!r:.40} has no address")
+            for address in addresses:
+                ipaddress.ip_address(address)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,10 @@ class PeersReachable(Message):
     """Answer to `ProbePeers`: the peers that accepted a connection."""
 
     reachable: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for target in self.reachable:
+            split_port(target)
 
 
 # --- driver -> agent ----------------------------------------------------------------------------

@@ -136,6 +136,8 @@ def split_port(text: str) -> tuple[str, int]:
         ValueError: there is no port.
     """
     host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5):
+        raise ValueError(f"{text!r:.80} is not an address with a port")
     return without_brackets(host), int(port)
 
 

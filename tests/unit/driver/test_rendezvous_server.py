@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from spark_elastic.driver.admission import RefusalLog
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.membership.topology import Member, Place, World
@@ -50,7 +51,7 @@ class Recorder:
 class Served:
     """A server on a loop of its own thread."""
 
-    def __init__(self):
+    def __init__(self, **limits):
         self.key, self.listener = new_key(), Recorder()
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = sock.getsockname()
@@ -61,6 +62,7 @@ class Served:
             silence_limit_s=5.0,
             stall_timeout_s=60.0,
             max_unauthenticated=LIMIT,
+            **limits,
         )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -149,6 +151,19 @@ def test_a_message_before_the_hello_ends_the_connection(served):
     inbox.wait_for("closed")
 
 
+def test_authenticated_peer_that_sends_no_hello_is_dropped():
+    served = Served(hello_timeout_s=0.1)
+    try:
+        silent = connect([served.address], served.key, timeout_s=WAIT_S)
+        served.channels.append(silent)
+        inbox = Recorder()
+        silent.start(inbox.message, inbox.closed)
+        inbox.wait_for("closed")
+        assert served.listener.told == []
+    finally:
+        served.close()
+
+
 def test_rubbish_after_the_handshake_ends_that_connection_only(served):
     _, good = served.client(HELLO)
     good.wait_for("message")
@@ -209,6 +224,19 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
         inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+
+
+def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
+    async def refuse():
+        log = RefusalLog()
+        for size in range(10_000):
+            log.add(f"a frame of {size} bytes was announced", "10.0.0.1")
+        log.close()
+
+    asyncio.run(refuse())
+    assert sum(map(len, caplog.messages)) < 3000
+    assert "refused 9999 connections" in caplog.messages[-1]
+    assert "9983: other reasons" in caplog.messages[-1]
 
 
 def test_half_a_greeting_does_not_harm_the_server(served):

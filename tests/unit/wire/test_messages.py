@@ -42,6 +42,7 @@ def test_whole_number_is_accepted_as_a_float():
     assert decode(data) == wire.AgentWelcome(2.0, 30.0)
 
 
+HELLO = encode(EXAMPLES[0]).rstrip(b"\n")
 READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
 
 
@@ -68,6 +69,11 @@ READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
         (b'{"type":"OutputLines","worker":1,"stream":"stdout","lines":"x"}', "expected a list"),
         (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"type":"AgentWelcome","heartbeat_interval_s":1,"silence_limit_s":1%s}' % (b"0" * 400), "no float can hold"),
+        (b'{"type":"PeersReachable","reachable":["10.0.0.1"]}', "'10.0.0.1' is not an address with a port"),
+        (HELLO.replace(b"10.0.0.1", b"somewhere"), "'somewhere' does not appear to be an IPv4 or IPv6 address"),
+        (HELLO.replace(b'"10.0.0.1","fd00::1"', b""), "the interface 'eth0' has no address"),
+        (b'{"type":"%s"}' % (b"x" * 100_000), "unknown message type 'x{79}$"),
     ],
 )
 def test_invalid_message_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
