@@ -110,7 +110,9 @@ def whole_number(name: str, value: Any, at_least: int) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise InvalidSettingsError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})") from None
+        raise InvalidSettingsError(
+            f"{name} must be a whole number, not {value!r:.80} ({type(value).__name__})"
+        ) from None
     if number < at_least:
         raise InvalidSettingsError(f"{name} must be at least {at_least}, not {number}")
     return number

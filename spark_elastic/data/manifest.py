@@ -57,7 +57,10 @@ def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
         raise ValueError(f"its JSON is a {type(document).__name__}, not an object")
     if CHECKSUM in document:
         expected = document.pop(CHECKSUM)
-        found = _checksum(document)
+        try:
+            found = _checksum(document)
+        except RecursionError as error:
+            raise ValueError(f"its fields are nested too deep: {error}") from error
         if found != expected:
             raise ValueError(f"its fields have the checksum {found}, and {CHECKSUM} says {expected!r:.40}")
     if unknown := sorted(document.keys() - known):
@@ -172,9 +175,9 @@ class Layout:
             raise ValueError(f"layout is a {type(document).__name__}, not an object")
         if document.get("version") != LAYOUT_VERSION:
             raise ValueError(f"layout version is {document.get('version')!r:.40}; this package reads {LAYOUT_VERSION}")
-        entries = _typed(document, "fields", list, "layout.")
-        placed = tuple(_field(entry, f"layout.fields[{number}]") for number, entry in enumerate(entries))
-        layout = cls(placed, _number(document.get("stride"), "layout.stride"))
+        entries = typed(document, "fields", list, "layout.")
+        placed = tuple(tensor_field(entry, f"layout.fields[{number}]") for number, entry in enumerate(entries))
+        layout = cls(placed, whole_number(document.get("stride"), "layout.stride"))
         try:
             expected = cls.of(placed)
             assert expected.dtype.itemsize == expected.stride
@@ -185,14 +188,14 @@ class Layout:
         return layout
 
 
-def _field(entry: Any, where: str) -> TensorField:
+def tensor_field(entry: Any, where: str) -> TensorField:
+    """Decode the description of a tensor. Raise ValueError, with `where` and the wrong field, if it is invalid."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is {entry!r:.40}, not an object")
-    for name, expected in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
-        _typed(entry, name, expected, f"{where}.")
-    if not all(isinstance(column, str) for column in entry["columns"]):
-        raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not a list of names")
-    shape = tuple(_number(size, f"{where}.shape") for size in entry["shape"])
+    for name, expected in (("name", str), ("dtype", str), ("shape", list), ("kind", str)):
+        typed(entry, name, expected, f"{where}.")
+    columns = names_in(entry, "columns", f"{where}.")
+    shape = tuple(whole_number(size, f"{where}.shape") for size in entry["shape"])
     try:
         dtype = np.dtype(entry["dtype"]) if _NUMBER.fullmatch(entry["dtype"]) else None
     except TypeError:
@@ -202,23 +205,33 @@ def _field(entry: Any, where: str) -> TensorField:
     try:
         kind = Kind(entry["kind"])
     except ValueError as error:
-        raise ValueError(f"{where}.kind: {error}") from error
-    offset = _number(entry.get("offset"), f"{where}.offset")
-    return TensorField(entry["name"], tuple(entry["columns"]), dtype.str, shape, offset, kind)
+        known = ", ".join(each.value for each in Kind)
+        raise ValueError(f"{where}.kind is {entry['kind']!r:.40}, not one of {known}") from error
+    offset = whole_number(entry.get("offset"), f"{where}.offset")
+    return TensorField(entry["name"], columns, dtype.str, shape, offset, kind)
 
 
-def _number(value: Any, where: str) -> int:
+def whole_number(value: Any, where: str) -> int:
+    """Return an integer of at least 0. Raise ValueError, which calls it `where`, if it is something else."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{where} is {value!r:.40}, not an integer of at least 0")
     return value
 
 
-def _typed(document: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    """Return the value of a field of `document`, which must be of this type; `where` precedes its name in the error."""
+def typed(document: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    """Return a field of `document`. Raise ValueError, which calls it `where` and `name`, if it is of another type."""
     value = document.get(name)
     if not isinstance(value, kind):
         raise ValueError(f"{where}{name} is {value!r:.40}, not of {kind.__name__}")
     return value
+
+
+def names_in(document: Mapping[str, Any], name: str, where: str = "") -> tuple[str, ...]:
+    """Return a field of `document` that is a list of names. Raise ValueError as `typed` does."""
+    found = typed(document, name, list, where)
+    if not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{where}{name} is {found!r:.80}, not a list of names")
+    return tuple(found)
 
 
 # --- the manifest -----------------------------------------------------------------------------------
@@ -247,7 +260,7 @@ class Shard:
 _SHARD_HAS = frozenset(each.name for each in fields(Shard))
 _SHARD_NEEDS = frozenset(each.name for each in fields(Shard) if each.default is MISSING)
 _FIELDS = frozenset(("format", "version", "key", "layout", "splits", "about"))
-_FILE = re.compile(r"[^/\0][^\0]*")
+_FILE = re.compile(r"[^/\0][^\0]{0,500}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,17 +318,17 @@ class Manifest:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
         if document.get("version") != FORMAT_VERSION:
             raise ValueError(f"format version is {document.get('version')!r:.40}; this package reads {FORMAT_VERSION}")
-        about = _typed(document, "about", dict)
+        about = typed(document, "about", dict)
         if "settings" in about:
-            _typed(about, "settings", dict, "about.")
+            typed(about, "settings", dict, "about.")
         layout = Layout.from_json(document.get("layout"))
         splits = {}
-        for name in _typed(document, "splits", dict):
-            shards = _typed(document["splits"], name, list, "splits.")
+        for name in typed(document, "splits", dict):
+            shards = typed(document["splits"], name, list, "splits.")
             splits[name] = tuple(
                 _shard(shard, layout.stride, f"splits.{name}[{number}]") for number, shard in enumerate(shards)
             )
-        return cls(layout, splits, _typed(document, "key", str), about)
+        return cls(layout, splits, typed(document, "key", str), about)
 
 
 def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetError:
@@ -338,7 +351,7 @@ def _shard(entry: Any, stride: int, where: str) -> Shard:
         if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
             raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this dataset")
     for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):
-        _number(entry.get(name, 0), f"{where}.{name}")
+        whole_number(entry.get(name, 0), f"{where}.{name}")
     shard = Shard(**entry)
     if shard.nbytes != shard.rows * stride:
         raise ValueError(f"{where}.nbytes: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows of {stride}")

@@ -236,7 +236,7 @@ class Checkpoints:
             raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
         if manifest.get("version") != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {name} has version {manifest.get('version')!r}; this package reads {FORMAT_VERSION}"
+                f"checkpoint {name} has version {manifest.get('version')!r:.40}; this package reads {FORMAT_VERSION}"
             )
         manifest.setdefault("token", 0)
         for field, kind in _TYPES.items():

@@ -14,10 +14,10 @@ import cloudpickle
 from pyspark.ml import Model
 
 from spark_elastic.data.columns import find_column
-from spark_elastic.data.manifest import Kind, TensorField
+from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
 from spark_elastic.data.spark_connect import context_of, is_connect, send
 from spark_elastic.data.spark_python import choose_python
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import (
     BY_CLASS,
@@ -68,17 +68,42 @@ class Fitted:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Fitted:
-        def field(name: str, columns: list[str], dtype: str, shape: list[int], offset: int, kind: str) -> TensorField:
-            return TensorField(name, tuple(columns), dtype, tuple(shape), offset, Kind(kind))
+        """Rebuild the facts from what `to_json` returned.
 
-        return cls(
-            inputs=tuple(field(**each) for each in document["inputs"]),
-            outputs=tuple(OutputShape(each["dtype"], tuple(each["shape"])) for each in document["outputs"]),
-            history=History.from_json(document["history"]),
-            events=tuple(document["events"]),
-            allow_nan=document.get("allow_nan", False),
-            **{name: document[name] for name in ("rule", "why_not", "pad_to")},
-        )
+        Raises:
+            CheckpointError: if it is something else; the error names the field.
+        """
+        try:
+            return cls(
+                inputs=tuple(
+                    tensor_field(each, f"inputs[{number}]")
+                    for number, each in enumerate(typed(document, "inputs", list))
+                ),
+                outputs=tuple(_output(each) for each in typed(document, "outputs", list)),
+                rule=typed(document, "rule", str) if document.get("rule") is not None else None,
+                history=History.from_json(document.get("history")),
+                events=tuple(typed({"events": each}, "events", dict) for each in typed(document, "events", list)),
+                why_not=typed(document, "why_not", str),
+                pad_to={
+                    name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
+                },
+                allow_nan=_nan_allowed(document),
+            )
+        except ValueError as error:
+            raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
+
+
+def _output(document: Any) -> OutputShape:
+    """Decode the type of an output. Raise ValueError if it is invalid."""
+    if not isinstance(document, dict):
+        raise ValueError(f"outputs has {document!r:.40}, not an object")
+    shape = tuple(whole_number(size, "outputs.shape") for size in typed(document, "shape", list, "outputs."))
+    return OutputShape(typed(document, "dtype", str, "outputs."), shape)
+
+
+def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
+    allowed = document.get("allow_nan", False)
+    return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
 
 
 class ElasticModel(FeatureColumns, OutputParams, Savable, Model):

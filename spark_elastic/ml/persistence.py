@@ -20,10 +20,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from spark_elastic.data.manifest import names_in, typed
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
@@ -148,6 +150,42 @@ class ElasticWriter(MLWriter):
         target.write_metadata(self.instance, {"sparkElastic": about}, plain)
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """The metadata of a saved stage.
+
+    Attributes:
+        uid: Spark ML's name of the stage.
+        settings: The settings that JSON can hold.
+        stored: "safe:file" or "pickled:file" for each other setting and object.
+        objects: Those of `stored` that are no settings.
+        files: The names of all files.
+        facts: What `Savable._facts` returned.
+    """
+
+    uid: str
+    settings: Mapping[str, Any]
+    stored: Mapping[str, str]
+    objects: tuple[str, ...]
+    files: tuple[str, ...]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:
+        """Check the metadata. Raise ValueError, with the field's name, if one is missing or of another type."""
+        stored = typed(about, "stored", dict)
+        if not all(isinstance(where, str) for where in stored.values()):
+            raise ValueError(f"stored is {stored!r:.80}, not the places of settings")
+        return cls(
+            uid=typed(metadata, "uid", str),
+            settings=typed(metadata, "paramMap", dict),
+            stored=stored,
+            objects=names_in(about, "objects"),
+            files=names_in(about, "files"),
+            facts=typed(about, "facts", dict),
+        )
+
+
 class ElasticReader(MLReader[T], Generic[T]):
     """Reads a stage; Spark ML's `read().load(path)`."""
 
@@ -172,29 +210,35 @@ class ElasticReader(MLReader[T], Generic[T]):
         if not source.exists():
             raise CheckpointError(f"{path} does not exist")
         metadata = source.metadata()
-        about = metadata.get("sparkElastic")
+        about, found = metadata.get("sparkElastic"), metadata.get("class")
         wanted = f"{self._cls.__module__}.{self._cls.__name__}"
-        if not isinstance(about, dict) or metadata["class"] != wanted:
-            raise CheckpointError(f"{path} is a saved {metadata['class']}, not a {wanted}")
-        if about["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
-        files = source.read(_DATA, about["files"])
+        if not isinstance(about, dict) or found != wanted:
+            raise CheckpointError(f"{path} is a saved {found!s:.200}, not a {wanted}")
+        if about.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {about.get('format')!r:.40}; this version reads format {FORMAT}")
+        try:
+            saved = _Saved.from_metadata(metadata, about)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: in its metadata, {error}") from error
+        files = source.read(_DATA, list(saved.files))
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
-        instead = {**self._cls._at_hand(about["facts"]), **self._instead}
-        stored = {name: where for name, where in about["stored"].items() if name not in instead}
+        instead = {**self._cls._at_hand(saved.facts), **self._instead}
+        stored = {name: where for name, where in saved.stored.items() if name not in instead}
         with trusted_files(trusted):
             values = {**_decode(stored, files, codec, trusted, path), **instead}
         instance: Any = self._cls()
-        instance._resetUid(metadata["uid"])
-        beside = {*about["objects"], *instead}
+        instance._resetUid(saved.uid)
+        beside = {*saved.objects, *instead}
+        if missing := sorted(beside - values.keys()):
+            raise CheckpointError(f"{path} is damaged: its metadata does not say where {missing[0]!r:.80} is stored")
         settings = {name: value for name, value in values.items() if name not in beside}
-        for name, value in {**metadata["paramMap"], **settings}.items():
+        for name, value in {**saved.settings, **settings}.items():
             if not instance.hasParam(name):
-                raise CheckpointError(f"{path} has a setting {name!r}, which this version does not know")
+                raise CheckpointError(f"{path} has a setting {name!r:.80}, which this version does not know")
             instance._set(**{name: value})
         with trusted_files(trusted):
-            instance._restore(about["facts"], files, {name: values[name] for name in beside})
+            instance._restore(saved.facts, files, {name: values[name] for name in beside})
         return instance  # type: ignore[no-any-return]
 
 

@@ -7,8 +7,10 @@ URI (s3://, gs://, hdfs://) is opened from here. The files are the same, and eit
 from __future__ import annotations
 
 import posixpath
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +21,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
 
 _METADATA = "metadata"
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+"""Names of files that a stage has: settings, joined with "-", and a suffix."""
 
 
 class SavedFolder(Protocol):
@@ -37,7 +41,11 @@ class SavedFolder(Protocol):
         ...
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata. Raises an error of Spark or of the storage if there is none."""
+        """Return the metadata.
+
+        Raises:
+            CheckpointError: it is no object of JSON. If there is none, an error of Spark or of the storage is raised.
+        """
         ...
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None: ...
@@ -77,8 +85,8 @@ class StoreFolder:
     def metadata(self) -> dict[str, Any]:
         for entry in self._store.list(_METADATA):
             name = posixpath.basename(entry.path)
-            if name.startswith("part-") and (text := self._store.read_bytes(entry.path).decode().strip()):
-                return dict(DefaultParamsReader._parseMetaData(text.splitlines()[0], ""))
+            if name.startswith("part-") and (text := self._store.read_bytes(entry.path).strip()):
+                return _decoded(partial(_parsed, text.splitlines()[0]), self._path)
         raise CheckpointError(f"{self._path} is incomplete: it has no metadata")
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:
@@ -98,10 +106,27 @@ class StoreFolder:
         return contents
 
 
+def _parsed(line: bytes) -> Any:
+    return DefaultParamsReader._parseMetaData(line.decode(), "")
+
+
+def _decoded(decode: Callable[[], Any], path: str) -> dict[str, Any]:
+    """Return the metadata that `decode` returns. Raise `CheckpointError` if it is no object of JSON."""
+    try:
+        found = decode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its metadata is not JSON: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} is damaged: its metadata has no field {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: its metadata is a {type(found).__name__}, not an object")
+    return found
+
+
 def check_name(path: str, name: str) -> None:
     """Raise `CheckpointError` if the metadata at `path` names a file outside of its folder."""
-    if name != posixpath.basename(name) or name in ("", ".", ".."):
-        raise CheckpointError(f"{path} names a file {name!r}, which is not in its folder")
+    if not _FILE.fullmatch(name) or name in (".", ".."):
+        raise CheckpointError(f"{path} names a file {name!r:.80}, which is not in its folder")
 
 
 class SparkFolder:
@@ -141,7 +166,7 @@ class SparkFolder:
         )
 
     def metadata(self) -> dict[str, Any]:
-        return dict(DefaultParamsReader.loadMetadata(self._path, self._spark.sparkContext))
+        return _decoded(partial(DefaultParamsReader.loadMetadata, self._path, self._spark.sparkContext), self._path)
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:
         with tempfile.TemporaryDirectory(prefix="spark_elastic-save-") as here:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.training import check_backend, device_name, set_threads
@@ -111,7 +112,7 @@ class ElasticKerasModel(ElasticModel):
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _without_lambdas(facts[_OBJECTS])}
+        found = {name: keras.saving.get_registered_object(name) for name in _without_lambdas(_custom(facts))}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -119,13 +120,15 @@ class ElasticKerasModel(ElasticModel):
 
         super()._restore(facts, files, objects)
         given, safe = objects.get(_OBJECTS, {}), not is_trusted()
-        if safe and LAMBDA in facts[_OBJECTS]:
+        if _ARCHIVE not in files or not isinstance(given, dict):
+            raise CheckpointError("the metadata of the saved model is damaged: it names no archive, or odd objects")
+        if safe and LAMBDA in _custom(facts):
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
             self._keras_model = model_from_archive(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
-            needed = [name for name in facts[_OBJECTS] if name not in given]
+            needed = [name for name in _custom(facts) if name not in given]
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
         self._custom_objects = given
@@ -134,6 +137,14 @@ class ElasticKerasModel(ElasticModel):
         from spark_elastic.ml.keras.serialization import architecture, custom_names
 
         return custom_names(self.keras_model, architecture(self.keras_model))
+
+
+def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a saved model's custom objects. Raise `CheckpointError` if the metadata has none."""
+    try:
+        return names_in(facts, _OBJECTS)
+    except ValueError as error:
+        raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
 def _without_lambdas(names: Sequence[str]) -> list[str]:

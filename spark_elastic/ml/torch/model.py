@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -75,6 +75,8 @@ class ElasticTorchModel(ElasticModel):
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
+        if _WEIGHTS not in files or _ARCHITECTURE not in objects:
+            raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
         weights = serialization.from_bytes(files[_WEIGHTS])
         self._module = serialization.fill(objects[_ARCHITECTURE], weights).eval()
 
