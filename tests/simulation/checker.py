@@ -449,6 +449,9 @@ class Checker:
                 ]
                 require(not ahead or root == ahead[0], "the root is not the oldest of the most advanced")
             require(world.sync == (set(versions.values()) != {best}), f"sync={world.sync} for {versions}")
+            if best.loop < self.furthest.loop:
+                at_its_end = best.steps >= self.cluster.plan.steps
+                require(at_its_end, f"{self.furthest} begins with {best}, which is not the end of the loop before")
         for worker in self.cluster.workers.values():  # the truth
             if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.trained:
                 if worker.id in versions or self.cluster.plan.plain:
