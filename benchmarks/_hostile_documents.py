@@ -1,0 +1,269 @@
+"""Hostile manifests, checkpoint metadata and saved-model metadata, opened as a user opens them.
+
+A document is a valid one with some values replaced, dropped, added or nested deep, or with some bytes changed. Most
+have a right checksum: it finds damage, and keeps nobody from writing what they like. Other files stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME
+from spark_elastic.data.store import Store
+from spark_elastic.errors import SparkElasticError
+from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, Contents
+from spark_elastic.ml.torch.model import ElasticTorchModel
+
+SAVED_MODEL = Path(__file__).resolve().parents[1] / "tests/data/saved_0_1/models/torch"
+LONGEST_ERROR = 5000
+"""Characters. An error that repeats a whole hostile document is not a clear one."""
+_JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
+    *(
+        "",
+        "x",
+        "\ud800",
+        "a\0b",
+        "../x",
+        "/etc/passwd",
+        ".",
+        "a/../../b",
+        "x" * 300,
+        "é" * 5000,
+        "<f4",
+        "O",
+        "V9999999",
+    ),
+    *([], {}, [[]], [None], [2**62, 2**62], [-1], [0] * 100, {"": 1}, {"name": "x"}, ["x", "x"]),
+)
+_DEEP = "deep nesting goes here"
+
+
+# --- mutations ----------------------------------------------------------------------------------------
+
+
+def _containers(node: Any) -> Iterator[Any]:
+    """Yield all objects and lists of a document that are not empty."""
+    children = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+    if children:
+        yield node
+    for child in children:
+        yield from _containers(child)
+
+
+def _mutate(document: Any, rng: random.Random) -> None:
+    """Change one value somewhere in the document."""
+    place = rng.choice(list(_containers(document)))
+    key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+    what = rng.randrange(8)
+    if what <= 3:
+        place[key] = copy.deepcopy(rng.choice(_JUNK))
+    elif what == 4:
+        del place[key]
+    elif what == 5 and isinstance(place, dict):
+        place[rng.choice(("more", "", "\ud800", "a\0b", "../x"))] = copy.deepcopy(rng.choice(_JUNK))
+    elif what == 5:
+        place.append(copy.deepcopy(rng.choice((place[key], *_JUNK))))
+    elif what == 6:
+        other = rng.choice(list(_containers(document)))
+        place[key] = json.loads(json.dumps(other))
+    else:
+        place[key] = _DEEP
+
+
+def _deep(rng: random.Random) -> str:
+    depth = rng.choice((50, 900, 970, 980, 990, 995, 1000, 5000))
+    return rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
+
+
+def hostile(valid: bytes, rng: random.Random, sealed: bool) -> bytes:
+    """Return a mutation of a document, with its checksum made right again if it has one (`sealed`) most of the time."""
+    document = json.loads(valid)
+    document.pop(CHECKSUM, None)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        if any(True for _ in _containers(document)):
+            _mutate(document, rng)
+    text = json.dumps(document).replace(f'"{_DEEP}"', _deep(rng))
+    if sealed and rng.random() < 0.9:
+        text = _seal(text, rng)
+    data = text.encode()
+    if rng.random() < 0.15:
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(changed))
+            changed[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        data = bytes(changed)[: rng.choice((len(changed), len(changed), rng.randint(0, len(changed))))]
+    return data
+
+
+def _seal(text: str, rng: random.Random) -> str:
+    """Add the checksum, however deep the document is."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)
+    try:
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            return text
+        plain = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    finally:
+        sys.setrecursionlimit(limit)
+    return f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(plain)}}}'
+
+
+# --- what is attacked -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Target:
+    """A kind of file: a valid one, and the calls that open what it belongs to."""
+
+    file: Path
+    open: Callable[[], object]
+    sealed: bool = True
+
+
+@contextlib.contextmanager
+def targets() -> Iterator[dict[str, Target]]:
+    """Write a valid dataset, checkpoint and model, in memory if this machine has such a folder."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-fuzz-", dir=memory) as folder:
+        yield {
+            "manifests": _dataset(Path(folder)),
+            "checkpoints": _checkpoint(Path(folder)),
+            "models": _model(Path(folder)),
+        }
+
+
+def _dataset(folder: Path) -> Target:
+    texts = ["one", "two", "", "four"] * 5
+    values = {"x": np.arange(80, dtype="<f4").reshape(20, 4), "y": np.arange(20), "text": texts}
+    pack(values, folder / "set")
+
+    def use() -> None:
+        dataset = Dataset.open(folder / "set")
+        dataset.verify()
+        for split in dataset.splits:
+            dataset.rows(split)
+
+    return Target(folder / "set" / MANIFEST_NAME, use)
+
+
+def _checkpoint(folder: Path) -> Target:
+    store = Store.create(folder / "checkpoints")
+    facts = CheckpointFacts("000000000007", 7, 1, 20, ("loss",), 3)
+    document = {"settings": {"rows": 20}, "at": {"epoch": 1}, "callbacks": [{"class": "x", "state": {}}]}
+    Checkpoints(store).write(Contents(facts, document, {"model.pt": b"weights", "optimizer.pt": b"moments"}))
+
+    def use() -> None:
+        checkpoints = Checkpoints(store)
+        checkpoints.complete()
+        with contextlib.suppress(SparkElasticError):
+            checkpoints.latest()
+        checkpoints.load(facts.name)
+
+    return Target(folder / "checkpoints" / facts.name / MANIFEST, use)
+
+
+def _model(folder: Path) -> Target:
+    shutil.copytree(SAVED_MODEL, folder / "model")
+    (file,) = (folder / "model/metadata").glob("part-*")
+    # a session that cannot read files for this process, as on Spark Connect: no JVM is needed
+    session = type("Session", (), {"__module__": "pyspark.sql.connect.session"})()
+    return Target(file, lambda: ElasticTorchModel.read().session(session).load(str(folder / "model")), sealed=False)
+
+
+# --- the attack -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Findings:
+    """What became of the files of one kind."""
+
+    opened: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Errors of this package, by class."""
+    bare: Counter[str] = field(default_factory=Counter)
+    """Other errors, by class, message and the line that raised them."""
+    unclear: Counter[str] = field(default_factory=Counter)
+    """Errors of this package that are much too long."""
+    growth_mib: float = 0.0
+    threads: int = 0
+    descriptors: int = 0
+
+    def problems(self) -> list[str]:
+        left = [f"{self.threads} threads are left"] * (self.threads > 0)
+        left += [f"{self.descriptors} descriptors are left"] * (self.descriptors > 0)
+        return left + [f"{count} times: {text}" for text, count in (self.bare + self.unclear).items()]
+
+    def summary(self) -> str:
+        refused = f"{self.refused.total()} refused, {self.opened} opened, {self.bare.total()} bare errors"
+        return f"{refused}, {self.growth_mib:.1f} MiB of growth"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "refused": dict(self.refused), "bare": dict(self.bare), "unclear": dict(self.unclear)}
+
+
+def attack_documents(count: int, seed: int) -> dict[str, Findings]:
+    """Open `count` hostile files, the same number of each kind."""
+    with targets() as found:
+        return {kind: _attack(target, count // len(found), seed) for kind, target in found.items()}
+
+
+def _attack(target: Target, count: int, seed: int) -> Findings:
+    valid, findings = target.file.read_bytes(), Findings()
+    target.open()
+    rng = random.Random(seed)
+    before = (0.0, 0, 0)
+    for number in range(count):
+        if number == min(500, count // 2):  # what is allocated once is no growth
+            before = _usage()
+        target.file.write_bytes(hostile(valid, rng, target.sealed))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                target.open()
+            findings.opened += 1
+        except SparkElasticError as error:
+            findings.refused[type(error).__name__] += 1
+            if len(str(error)) > LONGEST_ERROR:
+                findings.unclear[f"{type(error).__name__} of {LONGEST_ERROR} characters or more: {error!s:.100}"] += 1
+        except Exception as error:
+            findings.bare[_described(error)] += 1
+    after = _usage()
+    findings.growth_mib = round(after[0] - before[0], 3)
+    findings.threads, findings.descriptors = after[1] - before[1], after[2] - before[2]
+    target.file.write_bytes(valid)
+    target.open()
+    return findings
+
+
+def _described(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/spark_elastic/" in frame.filename]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "elsewhere"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''!s:.80} at {where}"[:200]
+
+
+def _usage() -> tuple[float, int, int]:
+    """Return the resident memory in MiB, the threads and the descriptors of this process."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(os.listdir("/proc/self/fd"))
