@@ -143,13 +143,14 @@ def _names(text: str) -> list[str]:
 
 _WITH_FLAGS = tuple(each for each in declarations(RunSettings) if each.flags)
 """The settings of `run` that have options of the same name."""
-_OF_HOSTS = ("nics", "driver_port", "agent_ports")
+_OF_HOSTS = ("nics", "driver_port", "agent_ports", "encrypt")
 _FORMS: dict[str, dict[str, Any]] = {
     "cooldown_range": {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")},
     "nics": {"type": _names, "metavar": "A,B"},
     "driver_port": {"metavar": "PORTS"},
     "agent_ports": {"metavar": "PORTS"},
     "env": {"type": pair, "action": "append", "metavar": "K=V"},
+    "encrypt": {"action": "store_true"},
     "status_port": {"type": _port, "metavar": "N|off"},
 }
 """The forms of options that are neither one number of seconds nor one whole number."""

@@ -111,6 +111,7 @@ class Peers:
             heartbeat_interval_s=self.settings.heartbeat_interval_s,
             silence_limit_s=self.settings.driver_silence_s,
             stall_timeout_s=self.settings.stall_timeout_s,
+            encrypt=self.spec.encrypt,
         )
         self.agents: set[AgentId] = set()
         """Agents that are connected and usable."""

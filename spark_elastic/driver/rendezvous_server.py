@@ -118,6 +118,7 @@ class RendezvousServer:
         heartbeat_interval_s: Sent to peers in the welcome, like the next two.
         silence_limit_s: Seconds without a message after which peers take the driver for lost.
         stall_timeout_s: The setting `stall_timeout`.
+        encrypt: Encrypt the channels; agents and workers need the same value.
         max_unauthenticated: See `Admission`.
         hello_timeout_s: Seconds after which an authenticated peer that has not said who it is is dropped.
     """
@@ -130,10 +131,12 @@ class RendezvousServer:
         heartbeat_interval_s: float,
         silence_limit_s: float,
         stall_timeout_s: float,
+        encrypt: bool = False,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self._key = key
+        self._encrypt = encrypt
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
@@ -212,6 +215,7 @@ class RendezvousServer:
         return MessageStream(
             self._key,
             server=True,
+            encrypt=self._encrypt,
             on_open=self._opened,
             on_message=self._received,
             on_closed=self._closed,

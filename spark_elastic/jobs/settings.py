@@ -198,6 +198,16 @@ class RunSettings(ScalingSettings):
             on_command_line=True,
         ),
     ] = None
+    encrypt: Annotated[
+        bool,
+        Setting(
+            "encrypt what the driver and its agents and workers tell one another (membership, progress, log lines). "
+            "Needs the package cryptography on the driver and on executors (extra `encryption`). Gradients between "
+            "hosts are not affected, see docs/security.md.",
+            _switch,
+            on_command_line=True,
+        ),
+    ] = False
     device: Annotated[
         str,
         Setting(

@@ -27,7 +27,7 @@ from spark_elastic.reporting.job_status import Document, StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
-from spark_elastic.wire.framing import new_key
+from spark_elastic.wire.framing import new_key, require_encryption
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
 
@@ -100,10 +100,13 @@ def _launch_spec(
     if not backend.is_local:
         warn_of_local_store({**tracking, **(call.env or {})})
     agent_ports = backend.ports("agent_ports", call.agent_ports)
+    if call.encrypt:
+        require_encryption()
     return LaunchSpec(
         job=f"{os.getpid()}-{next(_job_numbers)}",
         driver_addresses=driver_addresses,
         key=new_key(),
+        encrypt=call.encrypt,
         function=function,
         connect_timeout_s=min(call.start_timeout, CONNECT_TIMEOUT_S),
         made_by=interpreter(),

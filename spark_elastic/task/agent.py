@@ -274,6 +274,7 @@ class _Agent:
         self._stream = MessageStream(
             self._order.key,
             server=False,
+            encrypt=self._order.encrypt,
             on_open=lambda stream: self._opened.set(),
             on_message=self._on_message,
             on_closed=lambda stream, why: self._lost_driver(why),

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_watch_lifeline, args=watch, name="spark_elastic-lifeline", daemon=True).start()
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
     key = bytes.fromhex(order["key"])
-    channel = connect(addresses, key, timeout_s=order["connect_timeout_s"])
+    channel = connect(addresses, key, timeout_s=order["connect_timeout_s"], encrypt=order["encrypt"])
     link = ChannelLink(order["worker"], channel, key)
     worker_link.install(link)
     link.start()

@@ -136,6 +136,7 @@ class WorkerProcess:
             "job": order.job,
             "driver_addresses": order.driver_addresses,
             "key": order.key.hex(),
+            "encrypt": order.encrypt,
             "connect_timeout_s": order.connect_timeout_s,
             "made_by": order.made_by,
             "function_bytes": len(order.function),

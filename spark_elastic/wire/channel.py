@@ -38,8 +38,10 @@ def retry_pause_s() -> float:
 # --- the blocking end -------------------------------------------------------------------------------
 
 
-def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Channel:
+def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float, encrypt: bool = False) -> Channel:
     """Connect to the first of `addresses` that answers and authenticate both sides; retry until the timeout.
+
+    `encrypt` has to be as at the driver.
 
     Raises:
         ChannelClosedError: none answered within `timeout_s`; the message has the last error of each address.
@@ -51,7 +53,7 @@ def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Ch
         for number, address in enumerate(addresses):
             share = max((deadline - monotonic()) / (len(addresses) - number), 0.1)
             try:
-                return _connect(address, key, share)
+                return _connect(address, key, share, encrypt)
             except (OSError, ChannelClosedError) as error:
                 failures[address] = f"{with_port(*address)}: {error or 'no answer'}"
         if monotonic() >= deadline:
@@ -59,18 +61,17 @@ def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Ch
         time.sleep(min(retry_pause_s(), max(deadline - monotonic(), 0.0)))
 
 
-def _connect(address: Address, key: bytes, timeout_s: float) -> Channel:
+def _connect(address: Address, key: bytes, timeout_s: float, encrypt: bool) -> Channel:
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Channel(sock, _authenticate(sock, key))
+        return Channel(sock, _authenticate(sock, Connection(key, server=False, encrypt=encrypt)))
     except BaseException:
         sock.close()
         raise
 
 
-def _authenticate(sock: socket.socket, key: bytes) -> Connection:
-    connection = Connection(key, server=False)
+def _authenticate(sock: socket.socket, connection: Connection) -> Connection:
     sock.sendall(connection.start())
     while not connection.authenticated:
         data = sock.recv(_READ_BYTES)
@@ -173,6 +174,7 @@ class MessageStream(asyncio.Protocol):
     Args:
         key: the job's key.
         server: True at the end that accepted the connection.
+        encrypt: encrypt the messages; both ends need the same value.
         on_open: called with the stream once the peer is authenticated.
         on_message: called with the stream and each message.
         on_closed: called once with the stream and the reason, if `on_open` was called before.
@@ -184,12 +186,13 @@ class MessageStream(asyncio.Protocol):
         key: bytes,
         *,
         server: bool,
+        encrypt: bool = False,
         on_open: Callable[[MessageStream], None],
         on_message: Callable[[MessageStream, Message], None],
         on_closed: Callable[[MessageStream, str], None],
         on_unauthenticated: Callable[[MessageStream], object] | None = None,
     ) -> None:
-        self._connection = Connection(key, server=server)
+        self._connection = Connection(key, server=server, encrypt=encrypt)
         self._on_open = on_open
         self._on_message = on_message
         self._on_closed = on_closed

@@ -11,11 +11,16 @@ Handshake, with the job's random key K, which travels only in Spark's own task s
     server -> client   an empty frame
 
 Both sides derive one key for each direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the sequence
-number and the body, and the body. Nothing is encrypted. The empty frame says that the server has checked the client's
-proof: a busy server may drop a connection whose handshake takes long, and the client must not take that for a loss.
+number and the body, and the body. The empty frame says that the server has checked the client's proof: a busy server
+may drop a connection whose handshake takes long, and the client must not take that for a loss.
 
-Standard library only, apart from `spark_elastic.errors`: the doctor sends both sources to executors that may lack the
-package.
+With `encrypt`, the nonces are fresh X25519 public keys, and what the two sides make of them is a part of each
+direction's key. A frame's body is then encrypted by ChaCha20-Poly1305 with the sequence number as nonce, and its tag
+takes the place of the HMAC. Who has recorded a connection cannot read it with the job's key alone. The magic is another
+one, so that a peer with the other setting is refused at once.
+
+Standard library only, apart from `spark_elastic.errors`, unless `encrypt` is set: the doctor sends both sources to
+executors that may lack the package.
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ import hashlib
 import hmac
 import os
 import struct
+from typing import Any, Protocol
 
-from spark_elastic.errors import AuthenticationError, FrameTooLargeError, ProtocolError
+from spark_elastic.errors import AuthenticationError, FrameTooLargeError, MissingExtraError, ProtocolError
 
 KEY_BYTES = 32
 MAGIC = b"SPEL2"
+MAGIC_ENCRYPTED = b"SPEX2"
 MAX_FRAME_BYTES = 32 * 2**20
 """Enough for any message; results and functions travel through Spark instead."""
 
@@ -37,6 +44,7 @@ _PROOF_BYTES = 32
 _MAC_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
+_ALTERED = "a frame was altered, dropped or repeated in transit"
 
 
 def new_key() -> bytes:
@@ -48,20 +56,110 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), hashlib.sha256)
 
 
+def require_encryption() -> None:
+    """Raise `MissingExtraError` if this process cannot encrypt."""
+    try:
+        import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(what="encrypt=True", package="cryptography", extra="encryption") from None
+
+
+class _Protection(Protocol):
+    """Protects the frames of one direction."""
+
+    def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
+        """Return the MAC or tag of a frame, and its body as it is sent."""
+        ...
+
+    def check(self, number: int, mac: bytes, body: bytes) -> bytes:
+        """Return the body of a frame that has arrived. Raises `AuthenticationError` if it is not what was sent."""
+        ...
+
+
+class _Authenticated:
+    """HMAC-SHA256; bodies can be read on the way."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
+        return _hmac(self._key, _SEQUENCE.pack(number), body)[:_MAC_BYTES], body
+
+    def check(self, number: int, mac: bytes, body: bytes) -> bytes:
+        if not hmac.compare_digest(mac, self.protect(number, body)[0]):
+            raise AuthenticationError(_ALTERED)
+        return body
+
+
+class _Encrypted:
+    """ChaCha20-Poly1305. A key serves one direction of one connection, so that no nonce is used twice."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        self._cipher = ChaCha20Poly1305(key)
+
+    def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
+        sealed = self._cipher.encrypt(number.to_bytes(12, "big"), body, None)
+        return sealed[-_MAC_BYTES:], sealed[:-_MAC_BYTES]
+
+    def check(self, number: int, mac: bytes, body: bytes) -> bytes:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(number.to_bytes(12, "big"), body + mac, None)
+        except InvalidTag:
+            raise AuthenticationError(_ALTERED) from None
+
+
+class _KeyExchange:
+    """One side of an X25519 key exchange."""
+
+    def __init__(self) -> None:
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self._private: Any = X25519PrivateKey.generate()
+        self.public: bytes = self._private.public_key().public_bytes_raw()
+
+    def shared(self, theirs: bytes) -> bytes:
+        """Return the secret that both sides know. Raises `AuthenticationError` for a public key that gives none."""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+        try:
+            return bytes(self._private.exchange(X25519PublicKey.from_public_bytes(theirs)))
+        except ValueError:
+            raise AuthenticationError("the peer sent a public key that gives no secret") from None
+
+
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
     After any `ProtocolError` the caller has to close the connection.
+
+    Args:
+        key: The job's key.
+        server: True at the end that accepted the connection.
+        encrypt: Encrypt the frames; both ends need the same value.
+        max_frame_bytes: Size of the largest body that is sent or accepted.
+
+    Raises:
+        MissingExtraError: `encrypt` is set, and the package cryptography is not installed.
     """
 
-    def __init__(self, key: bytes, *, server: bool, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, key: bytes, *, server: bool, encrypt: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        if encrypt:
+            require_encryption()
         self._key = key
         self._server = server
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
-        self._nonce = os.urandom(_NONCE_BYTES)
-        self._send_key = b""
-        self._receive_key = b""
+        self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
+        self._exchange = _KeyExchange() if encrypt else None
+        self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
+        self._sending: _Protection = _Authenticated(b"")
+        self._receiving: _Protection = _Authenticated(b"")
         self._expected_proof = b""
         self._sent = 0
         self._received = 0
@@ -71,7 +169,7 @@ class Connection:
 
     def start(self) -> bytes:
         """Return the first bytes to send: a client's greeting, nothing for a server."""
-        return b"" if self._server else MAGIC + self._nonce
+        return b"" if self._server else self._magic + self._nonce
 
     def send(self, body: bytes) -> bytes:
         """Return the frame that carries `body`.
@@ -83,9 +181,9 @@ class Connection:
             raise ProtocolError("a frame cannot be sent before the handshake is complete")
         if len(body) > self._max_frame_bytes:
             raise FrameTooLargeError(size=len(body), limit=self._max_frame_bytes)
-        mac = _hmac(self._send_key, _SEQUENCE.pack(self._sent), body)[:_MAC_BYTES]
+        mac, protected = self._sending.protect(self._sent, body)
         self._sent += 1
-        return _LENGTH.pack(len(body)) + mac + body
+        return _LENGTH.pack(len(body)) + mac + protected
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
         """Process bytes from the peer.
@@ -109,10 +207,11 @@ class Connection:
             greeting = self._take(len(MAGIC) + _NONCE_BYTES)
             if greeting is None:
                 return b""
-            nonces = greeting[len(MAGIC) :] + self._nonce
+            theirs = greeting[len(MAGIC) :]
+            nonces = theirs + self._nonce
             self._expected_proof = _hmac(self._key, b"client", nonces)
-            self._derive(nonces)
-            reply = MAGIC + self._nonce + _hmac(self._key, b"server", nonces)
+            self._derive(nonces, theirs)
+            reply = self._magic + self._nonce + _hmac(self._key, b"server", nonces)
         proof = self._take(_PROOF_BYTES)
         if proof is not None:
             self._check(proof, self._expected_proof)
@@ -126,9 +225,10 @@ class Connection:
             answer = self._take(len(MAGIC) + _NONCE_BYTES + _PROOF_BYTES)
             if answer is None:
                 return b""
-            nonces = self._nonce + answer[len(MAGIC) : len(MAGIC) + _NONCE_BYTES]
+            theirs = answer[len(MAGIC) : len(MAGIC) + _NONCE_BYTES]
+            nonces = self._nonce + theirs
             self._check(answer[len(MAGIC) + _NONCE_BYTES :], _hmac(self._key, b"server", nonces))
-            self._derive(nonces)
+            self._derive(nonces, theirs)
             self._proved = True
             reply = _hmac(self._key, b"client", nonces)
         accepted = self._bodies(most=1)
@@ -143,8 +243,12 @@ class Connection:
 
         Wrong first bytes are refused before the rest has arrived.
         """
-        if self._buffer[: len(MAGIC)] != MAGIC[: len(self._buffer)] and not (self._server and self._expected_proof):
-            raise AuthenticationError("the peer does not speak this protocol")
+        if not (self._server and self._expected_proof):
+            start = bytes(self._buffer[: len(MAGIC)])
+            if start in (MAGIC, MAGIC_ENCRYPTED) and start != self._magic:
+                raise AuthenticationError("the peer has another value of `encrypt`")
+            if start != self._magic[: len(start)]:
+                raise AuthenticationError("the peer does not speak this protocol")
         if len(self._buffer) < size:
             return None
         taken = bytes(self._buffer[:size])
@@ -155,9 +259,12 @@ class Connection:
         if not hmac.compare_digest(proof, expected):
             raise AuthenticationError("the peer does not hold this job's key")
 
-    def _derive(self, nonces: bytes) -> None:
-        up, down = _hmac(self._key, b"client to server", nonces), _hmac(self._key, b"server to client", nonces)
-        self._send_key, self._receive_key = (down, up) if self._server else (up, down)
+    def _derive(self, nonces: bytes, theirs: bytes) -> None:
+        secret = b"" if self._exchange is None else self._exchange.shared(theirs)
+        kind = _Authenticated if self._exchange is None else _Encrypted
+        up = kind(_hmac(self._key, b"client to server", nonces, secret))
+        down = kind(_hmac(self._key, b"server to client", nonces, secret))
+        self._sending, self._receiving = (down, up) if self._server else (up, down)
 
     def _bodies(self, most: int | None = None) -> list[bytes]:
         """Return the bodies of the complete frames, at most that many."""
@@ -173,11 +280,8 @@ class Connection:
                 break
             mac = bytes(self._buffer[start + _LENGTH.size : start + header])
             body = bytes(self._buffer[start + header : end])
-            expected = _hmac(self._receive_key, _SEQUENCE.pack(self._received), body)[:_MAC_BYTES]
-            if not hmac.compare_digest(mac, expected):
-                raise AuthenticationError("a frame was altered, dropped or repeated in transit")
+            bodies.append(self._receiving.check(self._received, mac, body))
             self._received += 1
-            bodies.append(body)
             start = end
         del self._buffer[:start]
         return bodies

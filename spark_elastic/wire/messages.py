@@ -438,6 +438,8 @@ class LaunchSpec:
     """The first and the last port at which the agents may listen; (0, 0) for any."""
     preimport: tuple[str, ...] = ("torch", "torch._dynamo")
     """Modules that a worker imports while it waits for its order, see `modules_of`."""
+    encrypt: bool = False
+    """Whether the channels are encrypted."""
     fetched_bytes: int = 0
     """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
+import threading
 from functools import lru_cache
 from pathlib import Path
 
 _ETC = Path("/etc/netns")
+_ETHERNET_ALL = 3
 _IP = shutil.which("ip") or "/usr/sbin/ip"
 
 
@@ -126,3 +129,37 @@ class Network:
         """Namespace, the link's end on the bridge, its end on the host. Linux allows 15 characters."""
         number = address.rpartition(":" if self.ipv6 else ".")[2]
         return f"se-{self._tag}-{number}", f"sev{self._tag}{number}"[:15], f"sei{self._tag}{number}"[:15]
+
+
+class Eavesdropper:
+    """Counts the packets on a network interface, and those in which a pattern is. Needs root.
+
+    Attributes:
+        packets: All packets so far.
+        read: Those with the pattern.
+    """
+
+    def __init__(self, device: str, pattern: bytes) -> None:
+        self._pattern = pattern
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETHERNET_ALL))
+        self._socket.bind((device, 0))
+        self._socket.settimeout(0.2)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="eavesdropper")
+        self.packets = self.read = 0
+
+    def __enter__(self) -> Eavesdropper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(TimeoutError):
+                packet = self._socket.recv(65535)
+                self.packets += 1
+                self.read += self._pattern in packet

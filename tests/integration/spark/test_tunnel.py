@@ -6,10 +6,8 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,6 @@ NUMBER = 0.123456789
 PATTERN = struct.pack("<f", NUMBER) * 8
 """What a gradient looks like on the wire."""
 ROUNDS = 20
-ETHERNET_ALL = 3
 _PROGRAMS = [name for name in ("wireguard-go", "wg") if shutil.which(name) is None]
 
 pytestmark = [
@@ -56,34 +53,6 @@ def reduce_pattern(rounds: int) -> float:
     for _ in range(rounds):
         total += float(hvd.allreduce(torch.full((50_000,), NUMBER), op=hvd.Sum)[-1])
     return total
-
-
-class Eavesdropper:
-    """Counts the packets on a link in which the pattern is."""
-
-    def __init__(self, device: str) -> None:
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETHERNET_ALL))
-        self._socket.bind((device, 0))
-        self._socket.settimeout(0.2)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="eavesdropper")
-        self.packets = self.read = 0
-
-    def __enter__(self) -> Eavesdropper:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(10)
-        self._socket.close()
-
-    def _listen(self) -> None:
-        while not self._over.is_set():
-            with contextlib.suppress(TimeoutError):
-                packet = self._socket.recv(65535)
-                self.packets += 1
-                self.read += PATTERN in packet
 
 
 @contextlib.contextmanager
@@ -122,11 +91,11 @@ def test_gradients_cannot_be_read_outside_of_the_tunnel(tmp_path: Path) -> None:
     with namespaced(workers=2, cores=1) as cluster:
         link = cluster._network._names(cluster.worker_hosts()[0])[1]
         expected = pytest.approx(2 * NUMBER * ROUNDS)
-        with Eavesdropper(link) as ear:
+        with network.Eavesdropper(link, PATTERN) as ear:
             results = spark_elastic.run(reduce_pattern, (ROUNDS,), num_proc=2, spark=cluster.spark, verbose=0)
         assert results == [expected, expected]
         assert ear.read > ROUNDS  # in the clear
-        with tunnel(cluster, tmp_path), Eavesdropper(link) as ear:
+        with tunnel(cluster, tmp_path), network.Eavesdropper(link, PATTERN) as ear:
             results = spark_elastic.run(
                 reduce_pattern, (ROUNDS,), num_proc=2, spark=cluster.spark, nics=["wg0"], verbose=0
             )

@@ -1,9 +1,13 @@
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.errors import AuthenticationError, FrameTooLargeError, ProtocolError
-from spark_elastic.wire.framing import Connection, new_key
+from spark_elastic.errors import AuthenticationError, FrameTooLargeError, MissingExtraError, ProtocolError
+from spark_elastic.wire.framing import MAGIC_ENCRYPTED, Connection, new_key
+
+either = pytest.mark.parametrize("encrypt", [False, True])
 
 
 def connected(key=None, **limits):
@@ -16,8 +20,9 @@ def connected(key=None, **limits):
     return client, server
 
 
-def test_both_ends_are_authenticated_after_two_round_trips():
-    client, server = connected()
+@either
+def test_both_ends_are_authenticated_after_two_round_trips(encrypt):
+    client, server = connected(encrypt=encrypt)
     assert client.authenticated
     assert server.authenticated
 
@@ -40,15 +45,20 @@ def test_messages_that_arrive_together_with_the_acceptance_are_kept():
     assert bodies == [b"welcome"]
 
 
-def test_bodies_arrive_in_order_in_both_directions():
-    client, server = connected()
+@either
+def test_bodies_arrive_in_order_in_both_directions(encrypt):
+    client, server = connected(encrypt=encrypt)
     assert server.receive(client.send(b"one") + client.send(b""))[0] == [b"one", b""]
     assert client.receive(server.send(b"two"))[0] == [b"two"]
 
 
-@given(bodies=st.lists(st.binary(max_size=300), max_size=8), cuts=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_bodies_do_not_depend_on_how_the_byte_stream_is_cut(bodies, cuts):
-    client, server = connected()
+@given(
+    bodies=st.lists(st.binary(max_size=300), max_size=8),
+    cuts=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    encrypt=st.booleans(),
+)
+def test_bodies_do_not_depend_on_how_the_byte_stream_is_cut(bodies, cuts, encrypt):
+    client, server = connected(encrypt=encrypt)
     stream = b"".join(client.send(body) for body in bodies)
     got, start = [], 0
     while start < len(stream):
@@ -58,8 +68,10 @@ def test_bodies_do_not_depend_on_how_the_byte_stream_is_cut(bodies, cuts):
     assert got == bodies
 
 
-def test_client_without_the_key_is_refused():
-    client, server = Connection(new_key(), server=False), Connection(new_key(), server=True)
+@either
+def test_client_without_the_key_is_refused(encrypt):
+    client = Connection(new_key(), server=False, encrypt=encrypt)
+    server = Connection(new_key(), server=True, encrypt=encrypt)
     _, answer = server.receive(client.start())
     with pytest.raises(AuthenticationError, match="does not hold this job's key"):
         client.receive(answer)
@@ -81,31 +93,35 @@ def test_first_bytes_of_another_protocol_are_refused():
         server.receive(b"GET / HTTP/1.1\r\n")
 
 
-def test_altered_frame_is_refused():
-    client, server = connected()
+@either
+def test_altered_frame_is_refused(encrypt):
+    client, server = connected(encrypt=encrypt)
     frame = bytearray(client.send(b"pay 1"))
     frame[-1] ^= 1
     with pytest.raises(AuthenticationError, match="altered"):
         server.receive(bytes(frame))
 
 
-def test_repeated_frame_is_refused():
-    client, server = connected()
+@either
+def test_repeated_frame_is_refused(encrypt):
+    client, server = connected(encrypt=encrypt)
     frame = client.send(b"once")
     server.receive(frame)
     with pytest.raises(AuthenticationError, match="repeated"):
         server.receive(frame)
 
 
-def test_dropped_frame_is_noticed_at_the_next_one():
-    client, server = connected()
+@either
+def test_dropped_frame_is_noticed_at_the_next_one(encrypt):
+    client, server = connected(encrypt=encrypt)
     client.send(b"lost")
     with pytest.raises(AuthenticationError, match="dropped"):
         server.receive(client.send(b"next"))
 
 
-def test_frame_reflected_to_its_sender_is_refused():
-    client, _ = connected()
+@either
+def test_frame_reflected_to_its_sender_is_refused(encrypt):
+    client, _ = connected(encrypt=encrypt)
     with pytest.raises(AuthenticationError):
         client.receive(client.send(b"mirror"))
 
@@ -127,12 +143,58 @@ def test_sending_before_the_handshake_fails():
         Connection(new_key(), server=False).send(b"early")
 
 
-@given(st.binary(max_size=200))
-def test_random_bytes_never_authenticate(data):
-    server = Connection(new_key(), server=True)
+@given(data=st.binary(max_size=200), encrypt=st.booleans(), greets=st.booleans())
+def test_random_bytes_never_authenticate(data, encrypt, greets):
+    server = Connection(new_key(), server=True, encrypt=encrypt)
     try:
-        bodies, _ = server.receive(data)
+        bodies, _ = server.receive((MAGIC_ENCRYPTED if encrypt and greets else b"") + data)
     except ProtocolError:
         return
     assert bodies == []
     assert not server.authenticated
+
+
+def test_encrypted_body_cannot_be_read_on_the_way():
+    client, server = connected(encrypt=True)
+    frame = client.send(b"a line that a worker has printed")
+    assert b"printed" not in frame
+    assert len(frame) == 4 + 16 + 32
+    assert server.receive(frame)[0] == [b"a line that a worker has printed"]
+    plain, _ = connected()
+    assert b"printed" in plain.send(b"a line that a worker has printed")
+
+
+def test_same_body_is_encrypted_differently_each_time():
+    key = new_key()
+    (first, answering), (second, _) = connected(key, encrypt=True), connected(key, encrypt=True)
+    frames = {first.send(b"x" * 32)[4:], first.send(b"x" * 32)[4:], second.send(b"x" * 32)[4:]}
+    frames.add(answering.send(b"x" * 32)[4:])
+    assert len(frames) == 4
+
+
+def test_frame_of_another_connection_with_the_same_key_is_refused():
+    key = new_key()
+    (first, _), (_, other) = connected(key, encrypt=True), connected(key, encrypt=True)
+    with pytest.raises(AuthenticationError, match="altered"):
+        other.receive(first.send(b"hello"))
+
+
+@either
+def test_ends_with_different_settings_say_so(encrypt):
+    key = new_key()
+    server = Connection(key, server=True, encrypt=encrypt)
+    with pytest.raises(AuthenticationError, match="another value of `encrypt`"):
+        server.receive(Connection(key, server=False, encrypt=not encrypt).start())
+
+
+@pytest.mark.parametrize("public", [bytes(32), b"\x01" + bytes(31)])
+def test_public_key_that_gives_a_known_secret_is_refused(public):
+    server = Connection(new_key(), server=True, encrypt=True)
+    with pytest.raises(AuthenticationError, match="gives no secret"):
+        server.receive(MAGIC_ENCRYPTED + public)
+
+
+def test_encryption_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(MissingExtraError, match=r"encrypt=True needs cryptography.*spark-elastic\[encryption\]"):
+        Connection(new_key(), server=True, encrypt=True)
