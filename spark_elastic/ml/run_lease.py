@@ -12,6 +12,10 @@ or a larger token. Of two that write at the same time, the later one sees both f
 needs no atomic rename, and works on local folders, HDFS, and object stores whose listings show what was written (S3,
 GCS, ABFS). A write that was checked just before a take-over may still arrive after it: such a checkpoint has a
 different name, and counts as older than all checkpoints of the new driver.
+
+If the folder is not there at all, it was deleted, or its storage is away for a moment, such as a network share whose
+server starts again. Nothing is written then, so that a deleted run does not come back in parts and nothing lands in the
+empty folder below a mount; the training goes on, and the driver gives the run up after `LEASE_S`.
 """
 
 from __future__ import annotations
@@ -128,30 +132,41 @@ class Fence:
     name: str
 
     def check(self) -> None:
-        """Raise `RunTakenError` if another driver has taken over the run; what the storage raises."""
+        """Raise `RunTakenError` if another driver has taken over the run, and `RunMissingError` if it is not there."""
         names = _names(self.run)
         later = [name for name in names if _token(name) >= self.token and name != self.name]
-        if not later and self.name in names:
-            return
-        taken = _read(self.run, later[-1]) if later else None
-        by = f"was taken over by {taken}" if taken else "was taken over" if later else "is gone: its folder was deleted"
-        raise RunTakenError(
-            f"this driver's lease on the run in {self.run.url} {by}; this driver sent no heartbeat for more than "
-            f"{LEASE_S:.0f} s (paused, or cut off from the storage), and stops so that it overwrites nothing. The "
-            "other driver continues the run; start this one again once that has ended"
-        )
+        if later:
+            taken = _read(self.run, later[-1])
+            by = f" by {taken}" if taken else ""
+            raise RunTakenError(
+                f"this driver's lease on the run in {self.run.url} was taken over{by}; this driver sent no heartbeat "
+                f"for more than {LEASE_S:.0f} s (paused, or cut off from the storage), and stops so that it overwrites "
+                "nothing. The other driver continues the run; start this one again once that has ended"
+            )
+        if self.name not in names:
+            raise RunMissingError(f"the run in {self.run.url} is not there: it was deleted, or its storage is away")
+
+
+class RunMissingError(FileNotFoundError):
+    """The folder of a run that this driver holds is not there. Nothing is written, and it may come back."""
 
 
 class RunLease:
-    """The lease of this process on a run, made by `held_run`. Its thread sends the heartbeats."""
+    """The lease of this process on a run, made by `held_run`. Its thread sends the heartbeats.
 
-    def __init__(self, run: Store, owner: Owner, beat_s: float) -> None:
+    If the run's folder is not there for `patience_s`, the lease is given up: it was deleted.
+    """
+
+    def __init__(self, run: Store, owner: Owner, beat_s: float, patience_s: float = LEASE_S) -> None:
         self.fence = Fence(run, owner.token, owner.name)
         self._run = run
         self._owner = owner
         self._beat_s = beat_s
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._lost: RunTakenError | None = None
+        self._there_at = clock.monotonic()
+        """When the run's folder was there last."""
         self._on_taken: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
@@ -209,15 +224,25 @@ class RunLease:
         while not self._stop.wait(self._beat_s):
             try:
                 self.beat(clock.wall())
+                self._there_at = clock.monotonic()
             except RunTakenError as error:
-                with self._lock:
-                    self._lost, callback = error, self._on_taken
-                log.warning("%s", error)
-                if callback is not None:
-                    callback(str(error))
+                self._end(error)
                 return
+            except RunMissingError as error:
+                missing_s = clock.monotonic() - self._there_at
+                if missing_s > self._patience_s:
+                    self._end(RunTakenError(f"{error}. After {missing_s:.0f} s this driver gives it up"))
+                    return
+                log.warning("the run in %s is not there; the training goes on without checkpoints", self._run.url)
             except Exception as error:  # tried again at the next heartbeat
                 log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, error)
+
+    def _end(self, error: RunTakenError) -> None:
+        with self._lock:
+            self._lost, callback = error, self._on_taken
+        log.warning("%s", error)
+        if callback is not None:
+            callback(str(error))
 
 
 _held: dict[str, RunLease] = {}

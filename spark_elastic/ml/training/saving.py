@@ -14,6 +14,7 @@ from spark_elastic.data.reader import resolve_order, window_settings_of
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, first_line, name_of
+from spark_elastic.ml.run_lease import RunMissingError
 from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView, notify
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
@@ -263,9 +264,11 @@ class ResultWriter:
     def _write(self, file: str, data: bytes, deadline: float) -> bool:
         notified_at, attempts = -NOTIFY_INTERVAL_S, 0
         while True:
-            self._check_run()
             try:
+                self._check_run()
                 self._store.write_bytes(file, data)
+            except RunTakenError:
+                raise
             except Exception as error:  # each kind of storage has its own
                 left_s = deadline - self._now()
                 failed = f"{file} could not be written to {self._store.url} ({first_line(error)})"
@@ -287,7 +290,7 @@ class ResultWriter:
     def _check_run(self) -> None:
         try:
             self._check()
-        except RunTakenError:
+        except (RunTakenError, RunMissingError):
             raise
         except Exception as error:  # each kind of storage has its own: a storage that fails reads refuses writes, too
             log.info("the lease on the run %s could not be checked: %s", self._store.url, error)

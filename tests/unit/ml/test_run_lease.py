@@ -22,6 +22,7 @@ from spark_elastic.ml.run_lease import (
     Owner,
     ProcessIdentity,
     RunLease,
+    RunMissingError,
     acquire,
     held_run,
     lease_of,
@@ -207,8 +208,39 @@ def test_invalid_owner_files_are_refused(text):
 def test_deleted_folder_is_not_written_again(run):
     owner = Time().take(run, HERE)
     run.delete()
-    with pytest.raises(RunTakenError, match="its folder was deleted"):
+    with pytest.raises(RunMissingError, match="it was deleted, or its storage is away"):
         Fence(run, owner.token, owner.name).check()
+    assert not run.exists()
+
+
+def test_run_that_stays_away_is_given_up_and_not_written_again(run):
+    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=0.1)
+    told = threading.Event()
+
+    def job():
+        run.delete()
+        assert told.wait(30)
+        raise ConnectionError("it was cancelled for that")
+
+    with pytest.raises(RunTakenError, match=r"is not there.*gives it up"), lease.on_taken(lambda why: told.set()):
+        job()
+    lease.give_back()
+    assert not run.exists()
+
+
+def test_run_that_comes_back_is_held_as_before(run, tmp_path):
+    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=30)
+    away = tmp_path / "away"
+    (tmp_path / "run").rename(away)
+    with pytest.raises(RunMissingError):
+        lease.check()
+    threading.Event().wait(0.1)  # some heartbeats
+    assert not run.exists()
+    away.rename(tmp_path / "run")
+    lease.check()
+    lease.give_back()
+    with held_run(run) as next_one:
+        assert next_one.fence.token == 2
 
 
 def taken_over(run, lease):
