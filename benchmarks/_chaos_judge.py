@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -108,6 +109,6 @@ def shared_files() -> set[str]:
     """Return this package's files in shared memory and in the folder for temporary files."""
     return {
         *glob.glob("/dev/shm/*spark_elastic*"),
-        *glob.glob("/tmp/spark_elastic*"),
-        *glob.glob("/tmp/spark-elastic*"),
+        *glob.glob(f"{tempfile.gettempdir()}/spark_elastic*"),
+        *glob.glob(f"{tempfile.gettempdir()}/spark-elastic*"),
     }
