@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ PROBES_PER_NEWCOMER = 3
 @dataclass(frozen=True)
 class _AgentAddresses:
     host: str
+    channel_address: str
+    """Its address on the connection to the driver."""
     candidates: tuple[str, ...]
     """Addresses that the agent's workers may use, best first."""
     probe_port: int
@@ -41,8 +44,8 @@ class AddressBook:
         """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
         """Addresses to which another agent could not connect."""
-        self._asked: dict[AgentId, tuple[str, ...]] = {}
-        """Targets ("address:port") that each agent was asked to try and has not answered."""
+        self._tried: set[str] = set()
+        """Addresses that were tried since `probe_again`: what was found before it counts until they are."""
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
         """Add an agent. Its address on the connection to the driver is preferred, because it is known to work.
@@ -53,11 +56,35 @@ class AddressBook:
         """
         if hello.ports_taken:
             raise PortsTakenError(hello.ports_taken, setting="agent_ports", host=hello.place.host)
-        allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
+        self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
+        self._hosts[hello.place.host] += 1
+
+    def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
+        """Replace the addresses of an agent, whose host has other interfaces now.
+
+        Raises:
+            UnknownInterfaceError: Its host has none of the interfaces in `nics` any more. It keeps its addresses.
+        """
+        known = self._agents[agent]
+        self._set(agent, known.host, addresses, probe_port, known.channel_address)
+        others = set(known.candidates).symmetric_difference(self._agents[agent].candidates)
+        self._reached -= others
+        self._unreached -= others
+
+    def _set(
+        self, agent: AgentId, host: str, addresses: dict[str, tuple[str, ...]], probe_port: int, channel_address: str
+    ) -> None:
+        allowed = check_interfaces(host, addresses, self._nics)
         found = [address for of in allowed.values() for address in of]
         candidates = sorted(found, key=lambda a: (a != channel_address, is_loopback(a), is_ipv6(a), a))
-        self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
-        self._hosts[hello.place.host] += 1
+        self._agents[agent] = _AgentAddresses(host, channel_address, tuple(dict.fromkeys(candidates)), probe_port)
+
+    def __contains__(self, agent: AgentId) -> bool:
+        return agent in self._agents
+
+    def has(self, agent: AgentId, address: str) -> bool:
+        """Return True if the agent's host has the address, and collectives may use it."""
+        return address in self._agents[agent].candidates
 
     def gone(self, agent: AgentId) -> None:
         known = self._agents.pop(agent, None)
@@ -65,7 +92,6 @@ class AddressBook:
             self._hosts[known.host] -= 1
             if not self._hosts[known.host]:
                 del self._hosts[known.host]
-        self._asked.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
         """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
@@ -80,17 +106,32 @@ class AddressBook:
             (agent, tuple(target for other in others for target in self._targets(other, agent))),
             (others[0], self._targets(agent, others[0])),
         ]
-        asked = [(prober, targets) for prober, targets in asked if targets]
-        for prober, targets in asked:
-            self._asked[prober] = self._asked.get(prober, ()) + targets
+        return [(prober, targets) for prober, targets in asked if targets]
+
+    def probe_again(self) -> list[tuple[AgentId, tuple[str, ...]]]:
+        """Return the agents that have to try connections because worlds break, each with its targets, as `probes_for`.
+
+        Each agent tries those that come next after it, in a ring, so that none gets many connections at once.
+        """
+        self._tried.clear()
+        agents = list(self._agents)
+        asked: list[tuple[AgentId, tuple[str, ...]]] = []
+        for at, agent in enumerate(agents):
+            host = self._agents[agent].host
+            ring = itertools.chain(agents[at + 1 :], agents[:at])
+            nearest = itertools.islice((each for each in ring if self._agents[each].host != host), PROBES_PER_NEWCOMER)
+            if targets := tuple(target for other in nearest for target in self._targets(other, agent)):
+                asked.append((agent, targets))
         return asked
 
-    def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
-        """Record the targets to which an agent could connect, of those that it was asked to try."""
+    def answered(self, tried: Iterable[str], reachable: Iterable[str]) -> None:
+        """Record which targets an agent has tried, and to which of them it could connect."""
         reached = {split_port(target)[0] for target in reachable}
-        asked = {split_port(target)[0] for target in self._asked.pop(prober, ())}
-        self._reached |= reached
-        self._unreached |= asked - reached
+        addresses = {split_port(target)[0] for target in tried} | reached
+        outdated = addresses - self._tried
+        self._reached = self._reached - outdated | reached
+        self._unreached = self._unreached - outdated | (addresses - reached)
+        self._tried |= addresses
 
     def likely(self, agent: AgentId) -> str:
         """Return the address that an agent would get in a world of all agents."""

@@ -24,7 +24,7 @@ from spark_elastic.driver.tensorflow_lines import InterruptedSteps
 from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
-from spark_elastic.membership.reasons import LossCause, LossKind, change_in_words, loss_in_words
+from spark_elastic.membership.reasons import LossCause, LossKind, change_in_words, loss_in_words, reported
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
@@ -126,6 +126,8 @@ class Peers:
         self._shown: defaultdict[WorkerId, InterruptedSteps] = defaultdict(InterruptedSteps)
         """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
+        self._listens: dict[AgentId, str] = {}
+        """The address at which each agent's worker listens in the newest world."""
         self._without_interface: set[SlotId] = set()
         """Slots whose last agent had no usable interface."""
         self._loop_results = LoopResults()
@@ -181,6 +183,9 @@ class Peers:
                 self.server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
             case do.DismissAgent(agent, cause):
                 self.server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
+            case do.TryConnections():
+                for prober, targets in self._addresses.probe_again():
+                    self.server.to_agent(prober, wire.ProbePeers(targets))
             case _:
                 raise TypeError(f"{type(command).__name__} is not a message to an agent or a worker")
 
@@ -188,6 +193,7 @@ class Peers:
         self.world = world
         self._loop_results.joined(world.workers)
         chosen = self._addresses.choose([self._agent_of[member.worker] for member in world.members])
+        self._listens = chosen
         addresses = tuple(chosen.values())
         endpoints = [self._endpoints.get(member.worker) for member in world.members]
         known = tuple(
@@ -240,6 +246,29 @@ class Peers:
         self._vacate(slot)
         self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
 
+    def _interfaces_changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
+        """Let the next world use the interfaces that an agent's host has now, and replace a world that used others."""
+        workers = self._workers_of.get(agent, set())
+        try:
+            self._addresses.changed(agent, addresses, probe_port)
+        except UnknownInterfaceError as error:
+            members = () if self.world is None else self.world.workers
+            others = [w for w in members if w not in workers and self._agent_of.get(w) in self.agents]
+            if len(others) >= self.settings.min_num_proc:
+                logger.warning("an agent is sent away: %s", error)
+                self.agents.discard(agent)
+                self._vacate(self._slot_of[agent])
+                self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
+                self.handle(seen.AgentLost(agent, reported(str(error))))
+            else:  # its worker may hold the state, and the others are too few: the interface may come back
+                logger.warning("an interface is gone, and is waited for: %s", error)
+            return
+        for prober, targets in self._addresses.probes_for(agent):
+            self.server.to_agent(prober, wire.ProbePeers(targets))
+        if agent in self._listens and not self._addresses.has(agent, self._listens[agent]):
+            for worker in tuple(workers):
+                self.handle(seen.AddressLost(worker))
+
     def _vacate(self, slot: SlotId) -> None:
         """Count one usable agent less in the slot."""
         self._agents_in[slot] -= 1
@@ -273,8 +302,11 @@ class Peers:
                 self.printer.worker_lines(self._name_of(worker, agent), stream, lines, shown)
             case wire.ResultStored(worker, _, in_loop, run):
                 self.handle(seen.WorkerDone(worker, in_loop, run))
-            case wire.PeersReachable(reachable):
-                self._addresses.answered(agent, reachable)
+            case wire.PeersReachable(tried, reachable):
+                self._addresses.answered(tried, reachable)
+            case wire.InterfacesChanged(addresses, probe_port):
+                if agent in self._addresses:
+                    self._interfaces_changed(agent, addresses, probe_port)
             case _:
                 self.server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
 
@@ -291,6 +323,7 @@ class Peers:
             self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
         self._addresses.gone(agent)
+        self._listens.pop(agent, None)
 
     # --- workers ----------------------------------------------------------------------------------------
 

@@ -107,6 +107,11 @@ class DismissAgent(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class TryConnections(Command):
+    """Have the agents try again which addresses of one another they reach: worlds break, and no loss explains it."""
+
+
+@dataclass(frozen=True, slots=True)
 class FinishJob(Command):
     """End the job: all members are done, and their results are returned in this order of workers."""
 

@@ -102,6 +102,13 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class AddressLost(Event):
+    """The host of a worker does not have the address any more at which the worker listens in its world."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerAbandoned(Event):
     """The user's function raised HorovodInternalError. This is no bug, but the process has to be started again."""
 

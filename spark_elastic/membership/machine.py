@@ -116,6 +116,10 @@ class Membership:
                 self._on_worker_lost(event, now)
             case seen.WorkerDone():
                 self._on_worker_done(event, now)
+            case seen.AddressLost(number):
+                worker = self.registry.workers.get(number)
+                if worker is not None:
+                    self._worlds.on_address_lost(worker, now)
             case seen.WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
             case seen.WorkerRaised():

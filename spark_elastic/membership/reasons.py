@@ -99,6 +99,7 @@ class WorldChangeKind(enum.Enum):
     LEAVING = enum.auto()  # a member's slot is not to be used any more [cause]
     MEMBER_LOST = enum.auto()  # [rank, host, cause]
     COLLECTIVE_FAILED = enum.auto()  # [rank, host]
+    ADDRESS_LOST = enum.auto()  # [rank, host]
     ALL_BLOCKED = enum.auto()  # all members wait in a collective [have: how many; seconds]
     NO_STEP = enum.auto()  # the members were asked to stop and applied no step [seconds]
     NOT_STOPPED = enum.auto()  # some members did not stop where the others did [have: how many]
@@ -225,6 +226,7 @@ _CHANGES = {
     WorldChangeKind.LEAVING: "{cause}",
     WorldChangeKind.MEMBER_LOST: "rank {change.rank} on {change.host} is gone: {cause}",
     WorldChangeKind.COLLECTIVE_FAILED: "a collective failed for rank {change.rank} on {change.host}",
+    WorldChangeKind.ADDRESS_LOST: "the network interface of rank {change.rank} on {change.host} is gone",
     WorldChangeKind.NO_STEP: "no step in {change.seconds:g} s since the workers were asked to stop",
     WorldChangeKind.RESULTS_GONE: "the agents that held the results are gone",
 }

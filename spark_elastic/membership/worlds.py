@@ -168,6 +168,15 @@ class WorldLifecycle:
             self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
         self._skip_to_the_loop(worker, now)
 
+    def on_address_lost(self, worker: Worker, now: float) -> None:
+        """Replace the world of a member that nobody reaches any more, before its members wait in a collective.
+
+        Members that have left their loop need no collective: where there is one, the world is left alone.
+        """
+        alone = self.world is None or self.world.size == 1
+        if worker.state is TRAINING and not alone and not self._done and not self._registry.tally.after_loop:
+            self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
+
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
         for kind in _WORKER_TIMERS:
@@ -298,6 +307,8 @@ class WorldLifecycle:
             self._paused_at = now
         self._change = change
         self._backoff.world_broke(self.furthest, now)
+        if self._backoff.count > 1:
+            self._commands.append(do.TryConnections())
         self._timers.cancel(("notice", 0))
         training = tuple(self._registry.states[TRAINING])
         if training:

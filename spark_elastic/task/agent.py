@@ -33,6 +33,7 @@ from spark_elastic.wire.messages import (
     FinishAgent,
     FunctionPart,
     FunctionWanted,
+    InterfacesChanged,
     LaunchSpec,
     Message,
     OutputLines,
@@ -191,6 +192,8 @@ class _Agent:
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
+        self._addresses = report.addresses
+        """The addresses of this host's interfaces, as the driver was told last."""
         self._fetched = bytearray()
         """The function, as far as it has arrived, if it is fetched from the driver."""
         self._waits_for_function: WorkerId | None = None
@@ -198,20 +201,18 @@ class _Agent:
 
     async def run(self) -> AgentOutcome:
         guardian_fd = self._watch_guardian()
-        nics = self._order.nics
-        allowed = [of for name, of in self._report.addresses.items() if nics is None or name in nics]
-        port = ProbePort((address for of in allowed for address in of), Ports(*self._order.agent_ports))
+        self._probe_port = self._new_probe_port()
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello(port))
+            self._send(self._hello())
             await self._over.wait()
             return await self._end()
         finally:
             if guardian_fd >= 0:
                 asyncio.get_running_loop().remove_reader(guardian_fd)
                 os.close(guardian_fd)
-            port.close()
+            self._probe_port.close()
             for probe in self._probes:
                 probe.cancel()
             for process in self._running:
@@ -219,6 +220,11 @@ class _Agent:
             await self._all_gone.wait()
             if self._stream is not None:
                 self._stream.close()
+
+    def _new_probe_port(self) -> ProbePort:
+        nics = self._order.nics
+        allowed = [of for name, of in self._addresses.items() if nics is None or name in nics]
+        return ProbePort((address for of in allowed for address in of), Ports(*self._order.agent_ports))
 
     def _watch_guardian(self) -> int:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
@@ -282,16 +288,16 @@ class _Agent:
         )
         return self._stream
 
-    def _hello(self, port: ProbePort) -> AgentHello:
+    def _hello(self) -> AgentHello:
         ports = Ports(*self._order.agent_ports)
-        taken = taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if port.ports_taken else ""
+        taken = self._probe_port.ports_taken
         return AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
             launch=self._launch,
             pid=os.getpid(),
-            addresses=self._report.addresses,
-            probe_port=port.port,
-            ports_taken=taken,
+            addresses=self._addresses,
+            probe_port=self._probe_port.port,
+            ports_taken=taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if taken else "",
             cores=self._report.cores,
             accelerators=self._report.accelerators,
             python=self._report.python,
@@ -380,7 +386,18 @@ class _Agent:
             return
         process = self._process
         self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
+        self._look_at_interfaces()
         asyncio.get_running_loop().call_later(interval_s, self._send_heartbeat, interval_s)
+
+    def _look_at_interfaces(self) -> None:
+        """Tell the driver if the interfaces of this host are others than it knows: a tunnel, say, is down."""
+        addresses = interface_addresses()
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        self._probe_port.close()
+        self._probe_port = self._new_probe_port()
+        self._send(InterfacesChanged(addresses, self._probe_port.port))
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:
@@ -392,7 +409,7 @@ class _Agent:
             return True
 
         answers = await asyncio.gather(*(reachable(peer) for peer in peers))
-        self._send(PeersReachable(tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
+        self._send(PeersReachable(peers, tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
 
     def _send(self, message: Message) -> None:
         if self._stream is not None:

@@ -46,11 +46,27 @@ class AgentHello(Message):
     python: str
 
     def __post_init__(self) -> None:
-        for name, addresses in self.addresses.items():
-            if not addresses:
-                raise ValueError(f"the interface {name!r:.40} has no address")
-            for address in addresses:
-                ipaddress.ip_address(address)
+        _check_addresses(self.addresses)
+
+
+@dataclass(frozen=True)
+class InterfacesChanged(Message):
+    """The network interfaces of the agent's host are others than it has said before."""
+
+    addresses: dict[str, tuple[str, ...]]
+    """As in `AgentHello`."""
+    probe_port: int
+
+    def __post_init__(self) -> None:
+        _check_addresses(self.addresses)
+
+
+def _check_addresses(by_interface: dict[str, tuple[str, ...]]) -> None:
+    for name, addresses in by_interface.items():
+        if not addresses:
+            raise ValueError(f"the interface {name!r:.40} has no address")
+        for address in addresses:
+            ipaddress.ip_address(address)
 
 
 @dataclass(frozen=True)
@@ -113,12 +129,13 @@ class ResultStored(Message):
 
 @dataclass(frozen=True)
 class PeersReachable(Message):
-    """Answer to `ProbePeers`: the peers that accepted a connection."""
+    """Answer to `ProbePeers`: the peers that it named, and those of them that accepted a connection."""
 
+    tried: tuple[str, ...]
     reachable: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for target in self.reachable:
+        for target in (*self.tried, *self.reachable):
             split_port(target)
 
 

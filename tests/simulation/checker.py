@@ -344,6 +344,9 @@ class Checker:
         del self.stands[command.worker]
         self.admitted.add(command.worker)
 
+    def _on_TryConnections(self, command: c.TryConnections, event: e.Event, now: float) -> None:
+        """Nothing depends on it here: the simulated network has one address for each worker."""
+
     def _on_RerunFunction(self, command: c.RerunFunction, event: e.Event, now: float) -> None:
         worker = command.worker
         require(self.done.pop(worker, False), f"worker {worker} is run again, and was not done")

@@ -1,20 +1,24 @@
-"""Jobs over IPv6, and on ports that are given: fixed ones, ranges, and what is said when none is free."""
+"""Jobs over IPv6, on ports that are given, and on interfaces that vanish; what is said when there is none to use."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import subprocess
 
 import pytest
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import PortsTakenError
-from spark_elastic.membership.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldBroken, WorldStarted
 from tests.integration.local import loops
 from tests.integration.local.test_jobs import pid_of
 from tests.integration.processes import wait_until
+from tests.integration.spark.diary import Diary
+from tests.integration.spark.training import train
 
 WAIT_S = 60
 
@@ -103,3 +107,79 @@ def test_agents_share_a_range(start_job):
         first = held[0].getsockname()[1]
     job = start_job(loops.rank_and_size, num_proc=3, agent_ports=f"{first}-{first + 7}")
     assert job.result(WAIT_S) == [(rank, 3) for rank in range(3)]
+
+
+@contextlib.contextmanager
+def interface(name: str, address: str):
+    """A network interface of this machine, as a tunnel is one. Yields a function that makes it vanish."""
+    ip = shutil.which("ip") or "/usr/sbin/ip"
+
+    def remove() -> None:
+        subprocess.run([ip, "link", "del", name], capture_output=True)
+
+    made = None
+    if os.path.exists(ip):
+        made = subprocess.run([ip, "link", "add", name, "type", "bridge"], capture_output=True, text=True)
+    if made is None or made.returncode:
+        pytest.skip(f"no interface can be made here: {made.stderr if made else 'there is no `ip` command'}")
+    try:
+        subprocess.run([ip, "addr", "add", f"{address}/32", "dev", name], check=True)
+        subprocess.run([ip, "link", "set", name, "up"], check=True)
+        yield remove
+    finally:
+        remove()
+
+
+def test_interface_that_vanishes_is_replaced_by_another_one(start_job, tmp_path):
+    name, address, hosts = f"sev{os.getpid() % 100000}", "10.254.77.1", ("127.0.0.1", "127.0.0.2")
+    diary = Diary(tmp_path)
+    with interface(name, address) as vanish:
+        job = start_job(train, (str(tmp_path),), hosts=hosts, nics=[name, "lo"], preimport=("torch",), verbose=0)
+        world = diary.wait_for_world(2)
+
+        def in_use() -> set[str]:
+            return set(job._driver._peers._listens.values())
+
+        assert in_use() == {address}
+        vanish()
+        after = diary.wait_for_world(2, after=world[0]["round"])
+        assert in_use() == {"127.0.0.1"}
+    assert {entry["pid"] for entry in after.values()} == {entry["pid"] for entry in world.values()}, "nobody was lost"
+    broken = [str(record) for record in job.events() if isinstance(record, WorldBroken)]
+    assert "the network interface of rank " in broken[0]
+    (tmp_path / "finish").touch()
+    diary.check(job, job.result(WAIT_S))
+
+
+def test_only_interface_that_may_be_used_vanishes_and_comes_back(start_job, tmp_path, caplog):
+    name, address, hosts = f"sev{os.getpid() % 100000}", "10.254.77.1", ("127.0.0.1", "127.0.0.2")
+    diary = Diary(tmp_path)
+    settings = {"hosts": hosts, "nics": [name], "min_num_proc": 2, "preimport": ("torch",), "verbose": 0}
+    with interface(name, address) as vanish:
+        job = start_job(train, (str(tmp_path),), elastic_timeout=60, **settings)
+        world = diary.wait_for_world(2)
+        vanish()
+        wait_until(lambda: "is waited for" in caplog.text, WAIT_S, "the driver has noticed")
+    with interface(name, address):
+        steps = diary.newest()[0]["step"]
+        wait_until(lambda: min(e["step"] for e in diary.newest().values()) > steps + 50, WAIT_S, "it trains on")
+        pids = {entry["pid"] for entry in diary.newest().values()}
+        assert pids == {entry["pid"] for entry in world.values()}, "nobody was lost"
+        (tmp_path / "finish").touch()
+        diary.check(job, job.result(WAIT_S))
+
+
+def test_host_that_loses_the_only_interface_that_may_be_used_is_left_behind(start_job, tmp_path, caplog):
+    """The interface belongs to both hosts here, so both lose it, and one of them is kept: it holds the state."""
+    name, address, hosts = f"sev{os.getpid() % 100000}", "10.254.77.1", ("127.0.0.1", "127.0.0.2")
+    diary = Diary(tmp_path)
+    with interface(name, address) as vanish:
+        settings = {"hosts": hosts, "nics": [name], "min_num_proc": 1, "preimport": ("torch",), "verbose": 0}
+        job = start_job(train, (str(tmp_path),), **settings)
+        world = diary.wait_for_world(2)
+        vanish()
+        alone = diary.wait_for_world(1, after=world[0]["round"])
+        assert alone[0]["pid"] in {entry["pid"] for entry in world.values()}
+        wait_until(lambda: "is sent away: host 127.0.0." in caplog.text, WAIT_S, "it is said")
+    (tmp_path / "finish").touch()
+    diary.check(job, job.result(WAIT_S))

@@ -70,6 +70,7 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
         r"worker (\d+) dies with (-?\d+)",
         lambda w, code: e.WorkerLost(int(w), dying(int(code))),
     ),
+    (r"the address of worker (\d+) is gone", lambda w: e.AddressLost(int(w))),
     (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), reported(why))),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
     (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), in_loop=True, run=int(run or 1))),
@@ -189,6 +190,8 @@ def _world(world: World) -> str:
 
 def _told(command: c.Command) -> str | None:
     match command:
+        case c.TryConnections():
+            return "try connections"
         case c.LaunchSlot(slot):
             return f"launch slot {slot}"
         case c.WithdrawSlot(slot, cause):
