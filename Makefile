@@ -21,7 +21,7 @@ help:
 	@echo "make test    all tests (PYTEST_ARGS='tests/unit -k sampler' for some of them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
-	@echo "make chaos   storms of faults over real trainings, some minutes; see docs/reliability.md"
+	@echo "make chaos   storms of faults over real trainings, five minutes; see docs/reliability.md"
 	@echo "make notebooks    run examples/notebooks and write what they show into their .ipynb twins"
 	@echo "make site    the documentation as a site, in build/site; it needs no internet"
 	@echo "make diagrams    draw the diagrams of the pages anew, after a change of one (npm, chromium)"
@@ -55,7 +55,7 @@ bench: java $(STAMP)
 
 .PHONY: chaos
 chaos: java $(STAMP)
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos.py --short --results build/chaos
 
 .PHONY: notebooks
 notebooks: java $(STAMP)

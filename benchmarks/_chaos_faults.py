@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.integration.processes import children, command_line, is_running
@@ -202,6 +203,87 @@ def _kill_newcomer(s: Strike) -> None:
     s.site.later(0.0, strike)
 
 
+def _kill_all_newcomers(s: Strike) -> None:
+    """Nothing that starts in the place of a victim lives for long: the others have to go on without it."""
+    before = s.site.newcomers()
+    _kill(s)
+    until = time.monotonic() + s.draw(0, 1.0, 4.0)
+
+    def strike() -> None:
+        while time.monotonic() < until:
+            for pid in s.site.newcomers() - before:
+                s.site.signal(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    s.site.later(0.0, strike)
+
+
+def _stop_newcomer(s: Strike) -> None:
+    """The one that replaces a victim stands still as it starts or joins, for longer than the heartbeat timeout."""
+    before = s.site.newcomers()
+    _kill(s)
+
+    def strike() -> None:
+        until = time.monotonic() + REPLACED_S
+        while time.monotonic() < until:
+            if found := s.site.newcomers() - before:
+                pid = found.pop()
+                time.sleep(s.draw(0, 0.0, 1.0))
+                s.site.note_struck(pid)
+                s.site.signal(pid, signal.SIGSTOP)
+                time.sleep(s.draw(1, 1.2, 3.0) * s.site.heartbeat_timeout_s)
+                s.site.signal(pid, signal.SIGCONT)
+                return
+            time.sleep(0.01)
+
+    s.site.later(0.0, strike)
+
+
+def memory_folder() -> Path | None:
+    """Return the control group of this process for memory, if others can be made in it; None: they cannot."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            folder = Path("/sys/fs/cgroup/memory" + path)
+            return folder if os.access(folder, os.W_OK) and (folder / "memory.limit_in_bytes").exists() else None
+    return None
+
+
+def _kill_for_memory(s: Strike) -> None:
+    """The kernel kills the worker: it is in a control group in which hardly any memory may be added."""
+    folder = memory_folder()
+    assert folder is not None
+    group = folder / f"chaos-{os.getpid()}-{s.fault.number}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text("65536")
+    s.site.note_struck(s.victim["pid"])
+    with contextlib.suppress(ProcessLookupError):
+        (group / "cgroup.procs").write_text(str(s.victim["pid"]))
+
+    def remove() -> None:
+        until = time.monotonic() + 10.0
+        while is_running(s.victim["pid"]) and time.monotonic() < until:
+            time.sleep(0.05)
+        s.site.signal(s.victim["pid"], signal.SIGKILL)  # it needed nothing more
+        while time.monotonic() < until + 10.0:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                return
+            time.sleep(0.05)
+
+    s.site.later(0.0, remove)
+
+
+CLOCK = "FAKETIME_TIMESTAMP_FILE"
+"""The variable of the environment that names the file from which libfaketime reads the shift of the wall clock."""
+
+
+def _jump_clock(s: Strike) -> None:
+    """The wall clock of all processes jumps by up to a day, forward or back."""
+    seconds = round(s.draw(0, -86400.0, 86400.0))
+    Path(os.environ[CLOCK]).write_text(f"{seconds:+d}s\n")
+
+
 def _slow_down(s: Strike) -> None:
     """A worker that has a tenth of the time for some seconds."""
     until = time.monotonic() + s.draw(0, 1.0, 3.0)
@@ -308,6 +390,18 @@ def _link_down_long(s: Strike) -> None:
         _link_down(s, s.draw(0, 1.5, 3.0) * s.site.heartbeat_timeout_s)
 
 
+def _link_down_while_regrouping(s: Strike) -> None:
+    """A worker dies, and the link of another one goes down while the others agree on the next world."""
+    first, second = s.victims[:2]
+    _kill_one(s, first)
+    time.sleep(s.draw(0, 0.0, 0.1))
+    host = _host_of(s, second["pid"])
+    if host is not None and host != _host_of(s, s.spared["pid"]):
+        s.site.note_struck(second["pid"])
+        s.site.cluster.link_down(host)
+        s.site.later(s.draw(1, 0.2, 3.0) * s.site.heartbeat_timeout_s, lambda: s.site.cluster.link_up(host))
+
+
 def _link_down(s: Strike, seconds: float) -> None:
     host = _host_of(s, s.victim["pid"])
     if host is not None:
@@ -324,6 +418,8 @@ class Kind:
     needs: int = 2
     on: tuple[str, ...] = ("processes", "standalone", "namespaces")
     often: int = 1
+    possible: Callable[[], object] = lambda: True
+    """Whether this machine can do it."""
 
 
 _SPARK = ("standalone", "namespaces")
@@ -338,6 +434,20 @@ FAULTS: dict[str, Kind] = {
     "kill two": Kind("SIGKILL of two workers at once", _kill_two, needs=3, often=2),
     "kill while regrouping": Kind("a second SIGKILL within 60 ms", _kill_while_regrouping, needs=3, often=2),
     "kill newcomer": Kind("SIGKILL of the replacement as it starts or joins", _kill_newcomer, often=2),
+    "kill all newcomers": Kind("SIGKILL of all that start, for 1 to 4 s", _kill_all_newcomers),
+    "stop newcomer": Kind(
+        "SIGSTOP of the replacement as it starts or joins, longer than the heartbeat timeout", _stop_newcomer
+    ),
+    "kill for memory": Kind(
+        "the kernel kills a worker for memory, in a control group", _kill_for_memory, possible=memory_folder
+    ),
+    "clock jump": Kind(
+        "the wall clock jumps, up to a day forward or back",
+        _jump_clock,
+        on=("processes",),
+        needs=1,
+        possible=lambda: CLOCK in os.environ,
+    ),
     "slow worker": Kind("a worker with a tenth of its time, 1 to 3 s", _slow_down, needs=1),
     "busy cores": Kind("four busy processes a core, 1 to 4 s", _keep_cores_busy, needs=1),
     "pause driver": Kind("SIGSTOP of the driver, up to 1.5 heartbeat timeouts", _pause_driver, needs=1),
@@ -350,6 +460,13 @@ FAULTS: dict[str, Kind] = {
     "link down briefly": Kind(
         "a host's link is down, shorter than the heartbeat timeout", _link_down_briefly, on=("namespaces",), needs=1
     ),
+    "link down while regrouping": Kind(
+        "a host's link is down within 0.1 s of a SIGKILL elsewhere",
+        _link_down_while_regrouping,
+        on=("namespaces",),
+        needs=3,
+        often=2,
+    ),
     "link down long": Kind(
         "a host's link is down, longer than the heartbeat timeout", _link_down_long, on=("namespaces",), often=3
     ),
@@ -357,5 +474,6 @@ FAULTS: dict[str, Kind] = {
 
 
 def kinds_on(site: str) -> list[str]:
-    """The kinds of faults of a site, each as often as its weight."""
-    return [name for name, kind in FAULTS.items() if site in kind.on for _ in range(kind.often)]
+    """The kinds of faults that this machine can do on a site, each as often as its weight."""
+    possible = {name: kind for name, kind in FAULTS.items() if site in kind.on and kind.possible()}
+    return [name for name, kind in possible.items() for _ in range(kind.often)]

@@ -58,6 +58,15 @@ SITES = ("processes", "standalone", "namespaces")
 FITS: tuple[Framework, ...] = ("torch", "keras")
 LOOPS = ("sampler", "exact", *FITS)
 HEARTBEAT_TIMEOUT_S = 4.0
+SHORT = [
+    ("processes", "exact"),
+    ("processes", "torch"),
+    ("standalone", "sampler"),
+    ("standalone", "keras"),
+    ("namespaces", "exact"),
+    ("namespaces", "sampler"),
+]
+"""The storms of `--short`: each site and each loop."""
 WORKERS = {"processes": (3, 4), "standalone": (2, 3), "namespaces": (2, 3)}
 """How many workers a storm starts with, and how many it may have."""
 QUIET_S = 8.0
@@ -299,16 +308,20 @@ def main() -> int:
         "--gap", type=float, default=0.7, help="mean seconds from a world to its fault (%(default)s)"
     )
     arguments.add_argument("--first", type=int, default=1, help="number of the first fault")
+    arguments.add_argument(
+        "--short", action="store_true", help="six storms of 15 s each, over all sites and loops; five minutes"
+    )
     arguments.add_argument("--kinds", nargs="+", choices=list(FAULTS), help="these kinds only")
     args = arguments.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
     if args.seconds is None:
-        args.seconds = 40.0 if args.faults == 10**9 else float("inf")
+        args.seconds = float("inf") if args.faults < 10**9 else 15.0 if args.short else 40.0
     storms: list[dict[str, Any]] = []
-    sites = [args.on] if args.on else [site for site in SITES if site != "namespaces" or not network.why_unavailable()]
+    sites = [site for site in SITES if site != "namespaces" or not network.why_unavailable()]
+    chosen = SHORT if args.short else [(on, loop) for on in SITES for loop in LOOPS]
     for repetition in range(args.repeat):
-        for on in sites:
-            for loop in [args.loop] if args.loop else LOOPS:
+        for on, loop in chosen:
+            if on in ([args.on] if args.on else sites) and loop in ([args.loop] if args.loop else LOOPS):
                 seed = args.seed + repetition
                 verdict, done = storm(on, loop, seed, args)
                 storms.append({"on": on, "loop": loop, "seed": seed, "faults": done, **verdict.document()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
 _FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
+_FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 _TYPES = {**_FACTS, "document": dict, "files": dict}
 """The types of the manifest's fields."""
 
@@ -250,7 +252,7 @@ class Checkpoints:
             )
         for file, facts in manifest["files"].items():
             numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
-            if not numbers or "/" in file or file in ("", ".", ".."):
+            if not numbers or not _FILE_NAME.fullmatch(file):
                 raise CheckpointError(f"{where} is damaged: {MANIFEST}: files has {file!r:.80}: {facts!r:.80}")
         return manifest
 
