@@ -1,6 +1,7 @@
-"""Whether a process that lives through a thousand worlds keeps anything of them: descriptors, threads, memory.
+"""Whether a process that lives through many worlds keeps anything of them: descriptors, threads, memory.
 
-    python benchmarks/membership_changes.py
+    python benchmarks/membership_changes.py                   # a thousand worlds
+    python benchmarks/membership_changes.py --repeat 10000    # three minutes
 
 Two real workers under the real driver. One of them fails a collective on purpose after each step, so that the world is
 cut, left and rebuilt with new Gloo groups; what each worker and the driver hold is read after a warm-up and at the end.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,6 +21,21 @@ from _harness import Series, parser, report
 
 import spark_elastic
 from spark_elastic.membership.timeline import WorldStarted
+
+
+SETTLE_S = 30.0
+
+
+def settled() -> dict[str, float]:
+    """Return what this process holds once the number of its threads has not changed for half a second."""
+    until = time.monotonic() + SETTLE_S
+    now = holdings()
+    while time.monotonic() < until:
+        time.sleep(0.5)
+        before, now = now, holdings()
+        if now["threads"] == before["threads"]:
+            break
+    return now
 
 
 def holdings() -> dict[str, float]:
@@ -54,12 +71,12 @@ def live_through(changes: int, warm_up: int) -> tuple[dict[str, float], dict[str
             state.worlds += 1
             if state.worlds == warm_up:
                 gc.collect()
-                state.before = holdings()
+                state.before = settled()
             state.commit()
             if state.worlds < changes and hvd.rank() == 0:
                 raise HorovodInternalError("on purpose")
         gc.collect()
-        return state.before, holdings()
+        return state.before, settled()
 
     return loop(state)
 
