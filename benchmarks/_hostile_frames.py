@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from spark_elastic.errors import AuthenticationError
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode, encode
@@ -320,7 +321,11 @@ class Stranger:
         attempt.received += data
         if attempt.then is not None and len(attempt.received) >= GREETING_BYTES:
             then, attempt.then = attempt.then, None
-            self._send(attempt, then(attempt.received[:GREETING_BYTES]), last=True)
+            try:
+                rest = then(attempt.received[:GREETING_BYTES])
+            except AuthenticationError:  # of a server that does not hold the key either
+                rest = bytes(100)
+            self._send(attempt, rest, last=True)
 
     def _close(self, attempt: Attempt) -> None:
         assert attempt.sock is not None

@@ -9,7 +9,9 @@ truncated, oversized, replayed, reordered and altered frames, proofs of another 
 are no messages, as fast as they are judged. Each is one connection that the driver has to close. Then connections are
 opened up to the limit and left idle, while a peer that holds the key has to get in.
 
-`slowdown`: the same at a bounded rate, in turns with quiet, and the mean duration of the job's steps in each.
+`slowdown`: the same at a bounded rate, and the mean duration of the job's steps, in turns with quiet, and with the same
+strangers at another port, where nobody judges them. The strangers need a processor too, and where they run on the job's
+own two cores, they slow it down wherever they connect; what the driver adds is the difference.
 
 `documents`: manifests of datasets, metadata of checkpoints, and metadata of saved models, most of them with a checksum
 that is right, are opened as a user would open them.
@@ -21,9 +23,12 @@ the membership has not changed, and the job's workers ended with equal weights. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _attacked_job import AttackedJob, attacked_job, difference
 from _harness import Series, parser, report
 from _hostile_documents import Findings, attack_documents
-from _hostile_frames import Stranger, attempts
+from _hostile_frames import GREETING_BYTES, Stranger, attempts
 
 from spark_elastic.wire.channel import connect
 
@@ -46,17 +51,45 @@ SLOWER = 1.05
 
 
 def slowdown(job: AttackedJob, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the steps in turns: without and with an attack at the bounded rate."""
-    stranger = Stranger(job.address, attempts(job.key, args.seed), args.rate)
-    quiet, attacked = [], []
-    for turn in range(2 * args.repeat):
-        begin, is_attack = time.monotonic(), turn % 4 in (1, 2)  # quiet, attack, attack, quiet: a drift cancels out
-        if is_attack:
-            stranger.attack(seconds=args.turn_s)
-        else:
-            time.sleep(args.turn_s)
-        (attacked if is_attack else quiet).append(job.step_ms(begin, begin + args.turn_s))
-    return {"quiet_ms": quiet, "attacked_ms": attacked, "attempts": stranger.total}
+    """Measure the steps in turns: in quiet, with strangers elsewhere, and with strangers at the job's port."""
+    with elsewhere() as address:
+        strangers = {
+            "attacked": Stranger(job.address, attempts(job.key, args.seed), args.rate),
+            "elsewhere": Stranger(address, attempts(job.key, args.seed), args.rate),
+        }
+        found: dict[str, list[float]] = {"quiet": [], "elsewhere": [], "attacked": []}
+        for turn in range(args.repeat):
+            for what in list(found)[:: -1 if turn % 2 else 1]:  # there and back: a drift cancels out
+                begin = time.monotonic()
+                if what == "quiet":
+                    time.sleep(args.turn_s)
+                else:
+                    strangers[what].attack(seconds=args.turn_s)
+                found[what].append(job.step_ms(begin, begin + args.turn_s))
+    return {**{f"{what}_ms": each for what, each in found.items()}, "attempts": strangers["attacked"].total}
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[tuple[str, int]]:
+    """Yield an address where a process greets strangers and closes their connections, once they have said something."""
+    program = f"""
+import socket
+server = socket.create_server(("127.0.0.1", 0), backlog=128)
+print(server.getsockname()[1], flush=True)
+while True:
+    stranger, _ = server.accept()
+    stranger.sendall(bytes({GREETING_BYTES}))
+    stranger.recv(65536)
+    stranger.recv(65536)
+    stranger.close()
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield "127.0.0.1", int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def flood(job: AttackedJob, args: argparse.Namespace) -> dict[str, Any]:
@@ -162,10 +195,14 @@ def main() -> int:
         raw = against_a_job(args)
         problems += raw.pop("problems")
     if "slowdown" in raw:
-        quiet, attacked = raw["slowdown"]["quiet_ms"], raw["slowdown"]["attacked_ms"]
-        series += [Series("step, quiet", quiet, "ms"), Series(f"step, {args.rate:g} attempts a second", attacked, "ms")]
-        ratios = [sum(attacked[at : at + 2]) / sum(quiet[at : at + 2]) for at in range(0, len(attacked), 2)]
-        series.append(Series(f"step, {args.rate:g} attempts a second / quiet", ratios, "", target_p50=SLOWER))
+        quiet, elsewhere_ms, attacked = (raw["slowdown"][f"{what}_ms"] for what in ("quiet", "elsewhere", "attacked"))
+        ratios = [one / other for one, other in zip(attacked, elsewhere_ms, strict=True)]
+        series += [
+            Series("step, quiet", quiet, "ms"),
+            Series(f"step, {args.rate:g} strangers a second elsewhere", elsewhere_ms, "ms"),
+            Series(f"step, {args.rate:g} attempts a second", attacked, "ms"),
+            Series("step, attempts / strangers elsewhere", ratios, "", target_p50=SLOWER),
+        ]
     if "frames" in raw:
         frames = raw["frames"]
         growth = [raw[part]["growth"]["resident_mib"] for part in ("frames", "idle")]

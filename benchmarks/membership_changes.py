@@ -22,8 +22,8 @@ from _harness import Series, parser, report
 import spark_elastic
 from spark_elastic.membership.timeline import WorldStarted
 
-
 SETTLE_S = 30.0
+"""The longest wait for threads that are ending."""
 
 
 def settled() -> dict[str, float]:

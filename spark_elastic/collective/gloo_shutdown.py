@@ -40,9 +40,9 @@ log = logging.getLogger("spark_elastic.collective")
 GRACE_S = 0.1
 """The time that a collective may take to fail after the end of its group. Usually it takes a millisecond."""
 _SETTLE_S = 0.1
-_TRIM_EVERY = 200
-"""Groups after which memory is given back, which takes some milliseconds on a thread of its own."""
 """The time after the shutdown of its connections until a group is destroyed."""
+_TRIM_EVERY = 50
+"""Groups after which memory is given back, which takes some milliseconds on a thread of its own."""
 _PRUNE_AT = 64
 _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 
