@@ -3,12 +3,12 @@
     python benchmarks/checkpoint_kills.py                         # 60 kills, some 25 minutes
     python benchmarks/checkpoint_kills.py --repeat 5 --loop torch
 
-Each case is a real fit of a few epochs, on Spark in local mode with two workers, with a checkpoint after each epoch. The
-worker that writes checkpoints, or the driver, is killed with SIGKILL before one of its operations on the files of the
-run, drawn from all of them: opening, writing, making durable, renaming, reading back, deleting, listing. Killed as it
-makes a file durable, it leaves only a part of that file, as a power cut does. The driver is always killed too, so that
-nothing of the job is left. In three cases of ten, the second call is killed as well. Then the same call has to come to
-the end.
+Each case is a real fit of a few epochs, on Spark in local mode with two workers, with a checkpoint after each epoch.
+The worker that writes checkpoints, or the driver, is killed with SIGKILL before one of its operations on the files of
+the run, drawn from all of them: opening, writing, making durable, renaming, reading back, deleting, listing. Killed as
+it makes a file durable, it leaves only a part of that file, as a power cut does. The driver is always killed too, so
+that nothing of the job is left. In three cases of ten, the second call is killed as well. Then the same call has to
+come to the end.
 
 It passes if each model is the exact sum of its rows over all epochs, no call did more steps again than those since the
 checkpoint before the newest one (the newest may have been under way), no temporary file is left in the run's folder,

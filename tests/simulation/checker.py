@@ -54,6 +54,7 @@ class Checker:
         self.sequence = 0
         self.exited_well: set[int] = set()
         self.cut_round = 0
+        self.tried_in = 0  # the newest round whose end had the agents try their connections
         self.started_at: dict[int, float] = {}
         self.showed_state = False
         self.furthest = BEGINNING  # the most advanced version that any event reported
@@ -127,6 +128,8 @@ class Checker:
                 self.done.setdefault(event.worker, event.in_loop)
         elif isinstance(event, e.ExecutorDecommissioned):
             self.decommissioned.add(event.executor)
+        elif isinstance(event, e.AddressLost):
+            self.shaken = self.shaken or self._needs_its_address(event.worker)
         elif isinstance(event, e.HostsObserved):
             self.hosts = None if event.hosts is None else dict(event.hosts)
 
@@ -174,7 +177,14 @@ class Checker:
 
     # --- what the machine made of it --------------------------------------------------------------
 
-    def after(self, event: e.Event, commands: Sequence[c.Command], now: float, machine: Any) -> None:
+    def _needs_its_address(self, worker: int) -> bool:
+        """Return whether others connect to the worker: it trains in a world of several, none of which has finished."""
+        members = self._members()
+        if self.world is None or self.world.size == 1 or worker not in members or worker in self.stands:
+            return False
+        return not self._everdone() and not any(self.after_loop.get(member) for member in members)
+
+    def after(self, event: e.Event, commands: Sequence[c.Command], now: float, machine: Any, was: Phase) -> None:
         if isinstance(event, e.WorkerRaised) and self._is_live(event.worker) and event.worker not in self.done:
             failed = any(isinstance(x, c.FailJob) and isinstance(x.error, errors.UserFunctionError) for x in commands)
             require(failed, "a bug in the user's function did not fail the job at once")
@@ -186,6 +196,11 @@ class Checker:
             require(machine.next_deadline() is None, "an ended job has a deadline")
             require(machine.handle(e.Tick(), now) == [], "an ended job is not silent")
             return
+        if isinstance(event, e.AddressLost) and was is Phase.RUNNING and self._needs_its_address(event.worker):
+            require(machine.phase is not Phase.RUNNING, "nobody reaches a member, and its world goes on")
+        kind = None if self.waiting is None else self.waiting.wait.kind
+        if machine.phase is Phase.WAITING and kind is WaitKind.RETRY and self.world is not None:
+            require(self.tried_in == self.world.round, "worlds break, and no connection is tried")
         due = machine.next_deadline()
         require(due is not None, f"{machine.phase} waits without a deadline")
         if isinstance(event, e.Tick):
@@ -309,7 +324,7 @@ class Checker:
         require(self.on_agent.get(command.worker) == command.agent, "the worker is not that agent's")
         if command.cause.kind in (LossKind.SILENT, LossKind.UNRESPONSIVE):
             worker = self.cluster.workers[command.worker]
-            reachable = self.cluster.agents[worker.agent].executor.reachable
+            reachable = self.cluster.is_heard(self.cluster.agents[worker.agent])
             silent = worker.stopped or not worker.alive or not reachable or worker.resumed_at > self.cluster.now - 10
             require(silent and not worker.busy, f"worker {command.worker} was not silent: {command.cause}")
         if command.cause.kind is LossKind.NOT_BACK:
@@ -325,7 +340,7 @@ class Checker:
     def _on_DismissAgent(self, command: c.DismissAgent, event: e.Event, now: float) -> None:
         if command.cause.kind is LossKind.SILENT:
             agent = self.cluster.agents[command.agent]
-            require(not (agent.alive and agent.executor.reachable), f"agent {command.agent} was not silent")
+            require(not (agent.alive and self.cluster.is_heard(agent)), f"agent {command.agent} was not silent")
         if command.agent in self.joined:
             workers = [w for w, a in self.on_agent.items() if a == command.agent and w not in self.gone]
             if not isinstance(event, e.Tick | e.ExecutorLost | e.AgentJoined):
@@ -345,7 +360,8 @@ class Checker:
         self.admitted.add(command.worker)
 
     def _on_TryConnections(self, command: c.TryConnections, event: e.Event, now: float) -> None:
-        """Nothing depends on it here: the simulated network has one address for each worker."""
+        assert self.world is not None
+        self.tried_in = self.world.round
 
     def _on_RerunFunction(self, command: c.RerunFunction, event: e.Event, now: float) -> None:
         worker = command.worker

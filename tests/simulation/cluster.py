@@ -1,7 +1,9 @@
 """A simulated cluster around the real membership machine: executors, agents, workers and a network, in virtual time.
 
 Everything random comes from one seed. Messages of one channel keep their order, those of different channels do not,
-and some arrive twice. `tests.simulation.training` has the workers.
+and some arrive twice. The last messages of a process that dies may be lost. A host behind a partition is not heard;
+what it and the driver have said meanwhile arrives when the partition is over, as with TCP. The clocks of hosts run at
+different speeds. `tests.simulation.training` has the workers.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ class Executor:
     alive: bool = True
     draining: bool = False
     reachable: bool = True
+    apart: bool = False
+    """A partition lies between its host and all others."""
+    reunited_at: float = float("-inf")
+    kept: list[Callable[[], None]] = field(default_factory=list)
+    """What arrives when the partition is over, on either side."""
     slots: set[int] = field(default_factory=set)
 
 
@@ -102,6 +109,10 @@ class Cluster:
         self._ids = itertools.count(1)
         self._tick_at = float("inf")
         self._channels: dict[tuple[str, int], float] = {}
+        self._sent: dict[tuple[str, int], int] = {}
+        self._lost: dict[tuple[str, int], int] = {}
+        """The number of the first message of a channel that is not lost."""
+        self._speeds: dict[str, float] = {}
         self.executors: list[Executor] = []
         self.agents: dict[int, SimAgent] = {}
         self.running: dict[int, SimAgent | None] = {}  # launched slots
@@ -125,15 +136,44 @@ class Cluster:
             action()
         self.checker.at_end(self)
 
+    def speed_of(self, host: str) -> float:
+        """Return how long a second of the host's clock lasts."""
+        if host not in self._speeds:
+            self._speeds[host] = self.rng.choice([1.0, 1.0, 0.9, 1.1, self.rng.uniform(0.8, 1.25)])
+        return self._speeds[host]
+
+    def _host_of(self, channel: tuple[str, int]) -> Executor | None:
+        kind, number = channel
+        agent = self.workers[number].agent if kind == "worker" else number if kind == "agent" else None
+        return self.agents[agent].executor if agent is not None else None
+
     def tell_driver(self, channel: tuple[str, int], event: e.Event, delay: float | None = None) -> None:
         """Deliver an event in the order of its channel; some arrive a second time, a WorkerDone more often."""
+        executor = self._host_of(channel)
+        number = self._sent[channel] = self._sent.get(channel, 0) + 1
+        if executor is not None and executor.apart:
+            executor.kept.append(lambda: self._deliver(channel, number, event, delay))
+        else:
+            self._deliver(channel, number, event, delay)
+
+    def lose_last_words(self, channel: tuple[str, int]) -> None:
+        """Lose, now and then, what a process that has died said last: it was not read yet."""
+        if self.rng.random() < 0.2:
+            self._lost[channel] = self._sent.get(channel, 0) + 1
+
+    def _deliver(self, channel: tuple[str, int], number: int, event: e.Event, delay: float | None) -> None:
         delay = self.rng.uniform(0.0005, 0.03) if delay is None else delay
         due = max(self.now + delay, self._channels.get(channel, 0.0))
         self._channels[channel] = due
-        self.after(due - self.now, lambda: self._to_machine(event))
+
+        def arrive() -> None:
+            if number >= self._lost.get(channel, 0):
+                self._to_machine(event)
+
+        self.after(due - self.now, arrive)
         again = 0.2 if isinstance(event, e.WorkerDone) else 0.02
         if channel[0] != "slot" and self.rng.random() < again:
-            self.after(due - self.now + self.rng.uniform(0, 2), lambda: self._to_machine(event))
+            self.after(due - self.now + self.rng.uniform(0, 2), arrive)
 
     def _to_machine(self, event: e.Event) -> None:
         if self.ended:
@@ -143,8 +183,9 @@ class Cluster:
             return
         self.events += 1
         self.checker.before(event)
+        was = self.machine.phase
         commands = self.machine.handle(event, self.driver_now)
-        self.checker.after(event, commands, self.driver_now, self.machine)
+        self.checker.after(event, commands, self.driver_now, self.machine, was)
         for command in commands:
             self._carry_out(command)
         due = self.machine.next_deadline()
@@ -181,23 +222,20 @@ class Cluster:
             self.after(self.rng.uniform(0.05, 0.5), self._schedule)
         elif isinstance(command, c.WithdrawSlot):
             agent = self.running.get(command.slot)
-            if agent is not None and self._hears(agent):
-                self.end_agent(agent, "withdrawn")
+            if agent is not None:
+                self._reach(agent, 0.0, lambda: self.end_agent(agent, "withdrawn"))
             self._end_slot(command.slot, agent, "withdrawn")
         elif isinstance(command, c.StartWorker):
             agent = self.agents[command.agent]
             worker = SimWorker(self, command.worker, agent.id, agent.place)
             self.workers[worker.id] = worker
-            if self._hears(agent):
-                self.after(self.rng.uniform(0.001, 0.02), lambda: self._start(agent, worker))
+            self._reach(agent, self.rng.uniform(0.001, 0.02), lambda: self._start(agent, worker))
         elif isinstance(command, c.StopWorker):
             agent = self.agents[command.agent]
-            if self._hears(agent):
-                self.after(self.rng.uniform(0.001, 0.02), lambda: self._stop(agent, command.worker))
+            self._reach(agent, self.rng.uniform(0.001, 0.02), lambda: self._stop(agent, command.worker))
         elif isinstance(command, c.DismissAgent):
             agent = self.agents[command.agent]
-            if self._hears(agent):
-                self.after(self.rng.uniform(0.001, 0.05), lambda: self.end_agent(agent, "dismissed"))
+            self._reach(agent, self.rng.uniform(0.001, 0.05), lambda: self.end_agent(agent, "dismissed"))
         elif isinstance(command, c.PublishWorld):
             self._bad_luck([member.worker for member in command.world.members], 2.5)
             world = SimWorld(self, command.world)
@@ -228,6 +266,8 @@ class Cluster:
             self._loop_is_over = True
             for at in self.plan.deaths_at_the_end:
                 self.after(at, lambda: self.fault("kill worker"))
+            if self.rng.random() < 0.2:
+                self.after(self.rng.uniform(0.0, self.plan.end_s), lambda: self.fault("lose address"))
 
     def bad_luck_at_the_end(self, worker: SimWorker) -> None:
         """Perhaps kill another worker, or the agent that keeps the result, after one worker is done."""
@@ -238,13 +278,22 @@ class Cluster:
 
     def _tell_worker(self, worker_id: int, what: Callable[[SimWorker], None]) -> None:
         worker = self.workers[worker_id]
-        if worker.alive and self.agents[worker.agent].executor.reachable:
+        executor = self.agents[worker.agent].executor
+        if worker.alive and executor.apart:
+            executor.kept.append(lambda: self._tell_worker(worker_id, what))
+        elif worker.alive and executor.reachable:
             due = max(self.now + self.rng.uniform(0.0005, 0.02), self._channels.get(("to", worker_id), 0.0))
             self._channels[("to", worker_id)] = due
             self.after(due - self.now, lambda: worker.receive(what))
 
-    def _hears(self, agent: SimAgent) -> bool:
-        return agent.alive and agent.executor.reachable
+    def _reach(self, agent: SimAgent, delay: float, action: Callable[[], None]) -> None:
+        """Have an agent do something, as soon as it hears of it; at once without a delay."""
+        if agent.alive and agent.executor.apart:
+            agent.executor.kept.append(lambda: self._reach(agent, delay, action))
+        elif agent.alive and agent.executor.reachable and delay:
+            self.after(delay, action)
+        elif agent.alive and agent.executor.reachable:
+            action()
 
     # --- executors, slots, agents -----------------------------------------------------------------
 
@@ -255,7 +304,8 @@ class Cluster:
 
     def _schedule(self) -> None:
         for slot in list(self._pending):
-            free = [x for x in self.executors if x.alive and not x.draining and x.reachable and len(x.slots) < x.cores]
+            usable = [x for x in self.executors if x.alive and not x.draining and x.reachable and not x.apart]
+            free = [x for x in usable if len(x.slots) < x.cores]
             if not free:
                 return
             executor = self.rng.choice(free)
@@ -282,7 +332,8 @@ class Cluster:
             worker = agent.worker
             runs = worker is not None and worker.alive and (worker.busy or not worker.stopped)
             self.tell_driver(("agent", agent.id), e.AgentAlive(agent.id, worker.id if worker and runs else None))
-        self.after(self.plan.settings.heartbeat_interval_s, lambda: self._agent_heartbeat(agent))
+        interval_s = self.plan.settings.heartbeat_interval_s * self.speed_of(agent.place.host)
+        self.after(interval_s, lambda: self._agent_heartbeat(agent))
 
     def _start(self, agent: SimAgent, worker: SimWorker) -> None:
         if agent.alive:
@@ -308,6 +359,8 @@ class Cluster:
         worker.die()
         if not agent.executor.reachable:
             return
+        if exit_code != 0:
+            self.lose_last_words(("worker", worker.id))
         if worker.said_hello:
             self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, reported("channel closed")))
         if report and agent.alive:
@@ -342,8 +395,8 @@ class Cluster:
     # --- faults -----------------------------------------------------------------------------------
 
     def fault(self, kind: str) -> None:
-        live = [w for w in self.workers.values() if w.alive and self.agents[w.agent].executor.reachable]
-        executors = [x for x in self.executors if x.alive and x.reachable]
+        executors = [x for x in self.executors if x.alive and x.reachable and not x.apart]
+        live = [w for w in self.workers.values() if w.alive and self.agents[w.agent].executor in executors]
         if kind == "pause driver":
             if self.now >= self.deaf_until:
                 seconds = self.rng.choice([3.0, 15.0, 60.0])
@@ -375,6 +428,16 @@ class Cluster:
                 return
             self.tell_driver(("discovery", 0), e.HostsObserved(hosts))
             self.after(self.rng.uniform(5, 60), lambda: self.tell_driver(("discovery", 0), e.HostsObserved(None)))
+        elif kind == "lose address":
+            if live:
+                self.tell_driver(("agent", self.rng.choice(live).agent), e.AddressLost(self.rng.choice(live).id))
+        elif kind == "partition":
+            hosts = sorted({x.host for x in executors})
+            behind = self.rng.sample(hosts, self.rng.randint(1, max(1, len(hosts) // 2))) if hosts else []
+            for executor in executors:
+                if executor.host in behind:
+                    executor.apart = True
+                    self.after(self.rng.choice([2.0, 8.0, 15.0, 40.0]), lambda x=executor: self._reunite(x))
         elif kind == "hosts apart":
             self.hosts_apart_until = self.now + self.rng.choice([2.0, 20.0, 20.0, 300.0])
         elif kind == "new executor":
@@ -394,9 +457,26 @@ class Cluster:
             if self.rng.random() < self.plan.come_back:
                 self.after(back, lambda: self._add_executor(executor.host))
 
+    def is_heard(self, agent: SimAgent) -> bool:
+        """Return False if what the agent's host has said lately may not have come to the driver."""
+        executor = agent.executor
+        return executor.reachable and not executor.apart and self.now > executor.reunited_at + 1.0
+
+    def _reunite(self, executor: Executor) -> None:
+        if not executor.apart:
+            return
+        executor.apart, executor.reunited_at = False, self.now
+        kept, executor.kept = executor.kept, []
+        for action in kept:
+            action()
+        self._schedule()
+
     def _lose_executor(self, executor: Executor) -> None:
         if not executor.alive:
             return
+        if executor.apart:  # what was said there is gone with it
+            executor.apart, executor.reachable = False, False
+            executor.kept.clear()
         executor.alive = False
         why = "killed"
         agents = [agent for agent in self.agents.values() if agent.executor is executor and agent.alive]

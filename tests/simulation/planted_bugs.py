@@ -99,6 +99,30 @@ BUGS = (
         "        needed = worker.state is READY or",
     ),
     Bug(
+        "a member that nobody reaches is kept in its world",
+        "worlds",
+        "if worker.state is TRAINING and not alone and",
+        "if self.world is None and not alone and",
+    ),
+    Bug(
+        "a world of one is replaced for its address",
+        "worlds",
+        "alone = self.world is None or self.world.size == 1",
+        "alone = self.world is None",
+    ),
+    Bug(
+        "a world whose members have left their loop is replaced for an address",
+        "worlds",
+        "not alone and not self._done and not self._registry.tally.after_loop:",
+        "not alone:",
+    ),
+    Bug(
+        "connections are never tried again",
+        "worlds",
+        "if self._backoff.count > 1:",
+        "if self._backoff.count > 10**9:",
+    ),
+    Bug(
         "stalled survivors are waited for", "worlds", "        for survivor in training:", "        for survivor in ():"
     ),
     Bug(
@@ -224,6 +248,12 @@ BUGS = (
         "machine",
         "if now - worker.heard_at < self.settings.stall_timeout_s:",
         "if now < 0:",
+    ),
+    Bug(
+        "a slow clock is taken for silence",
+        "slots",
+        "Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)",
+        "Silence(1.15 * settings.heartbeat_interval_s, settings.heartbeat_interval_s)",
     ),
     Bug("silence never ends", "deadlines", "if heard + self._timeout_s <= now]", "if heard + self._timeout_s <= 0]"),
 )

@@ -32,6 +32,9 @@ FAULTS = (
         "cut off executor",
         "narrow hosts",
         "hosts apart",
+        "partition",
+        "partition",
+        "lose address",
     ]
 )
 

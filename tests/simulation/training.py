@@ -87,7 +87,8 @@ class SimWorker:
             return
         if not self.stopped:
             self._say_where()
-        self.cluster.after(self.cluster.plan.settings.heartbeat_interval_s, self._beat)
+        interval_s = self.cluster.plan.settings.heartbeat_interval_s * self.cluster.speed_of(self.place.host)
+        self.cluster.after(interval_s, self._beat)
 
     def _say_where(self) -> None:
         plain = self.cluster.plan.plain
@@ -103,8 +104,8 @@ class SimWorker:
 
     @property
     def moving(self) -> bool:
-        reachable = self.cluster.agents[self.agent].executor.reachable
-        return self.alive and not self.stopped and not self.hung and reachable
+        executor = self.cluster.agents[self.agent].executor
+        return self.alive and not self.stopped and not self.hung and executor.reachable and not executor.apart
 
     def die(self) -> None:
         self.alive = False
