@@ -84,8 +84,10 @@ def verdict_of(
     times = first_times(applied)
     quiet = [one for one in times if one < began]
     if len(quiet) < QUIET_STEPS:
-        raise ValueError(f"{len(quiet)} steps before the storm; at least {QUIET_STEPS} tell the speed without faults")
-    speed = 1 / statistics.median(after - before for before, after in itertools.pairwise(quiet))
+        few = f"{len(quiet)} steps before the storm; at least {QUIET_STEPS} tell the speed without faults"
+        problems, speed = [*problems, few], float("inf")
+    else:
+        speed = 1 / statistics.median(after - before for before, after in itertools.pairwise(quiet))
     stormy = [one for one in times if began <= one <= ended]
     gaps = [after - before for before, after in itertools.pairwise(stormy)]
     rounds: dict[int, list[float]] = {}

@@ -218,7 +218,8 @@ def main() -> int:
         problems += [problem for findings in found.values() for problem in findings.problems()]
         growth = [findings.growth_mib for findings in found.values()]
         series.append(Series("growth of a reader's memory", growth, "MiB", target_max=GROWTH_MIB))
-    report("fuzz", args, *series, raw={**raw, "problems": problems})
+    name = "fuzz" if set(args.only) == set(PARTS) else "-".join(["fuzz", *args.only])
+    report(name, args, *series, raw={**raw, "problems": problems})
     lines = ["passed" if not problems else "failed", *problems]
     print("\n".join(lines).encode(errors="backslashreplace").decode())
     return 1 if problems else 0

@@ -267,6 +267,53 @@ def chaos_faults() -> dict[str, Any]:
         del sys.path[: len(folders)]
 
 
+def killed_fits() -> str:
+    """Return what `benchmarks/checkpoint_kills.py` found: the operations before which a fit was killed."""
+    document = json.loads((RESULTS / "checkpoint-kills.json").read_text())
+    cases = document["raw"]["cases"]
+    counts = Counter(_operation(killed) for case in cases for killed in case["killed"])
+    frameworks = Counter(case["framework"] for case in cases for _ in case["killed"])
+    again = max(case["steps_again"] for case in cases)
+    problems = sum(len(case["problems"]) for case in cases)
+    told = (
+        f"{sum(frameworks.values())} kills ({frameworks['torch']} with PyTorch, {frameworks['keras']} with Keras) of "
+        f"{len(cases)} fits: {problems} problems, {again} steps done again at most, with a checkpoint every "
+        f"{document['raw']['steps_between_checkpoints']} steps."
+    )
+    rows = [f"| {operation} | {count} |" for operation, count in sorted(counts.items())]
+    return "\n".join([told, "", "| killed before | how often |", "|---|---|", *rows, ""])
+
+
+_OPERATIONS = {"mkdir": "making", "rmdir": "removing", "rmtree": "removing", "remove": "removing", "rename": "renaming"}
+_OPERATIONS |= {"read": "reading or listing", "write": "opening for writing", "fsync": "making durable"}
+
+
+def _operation(killed: str) -> str:
+    """Describe an operation of a process on a path, as `checkpoint_kills.py` names it."""
+    process, operation, path = killed.replace(":", "").split(" ", 2)
+    file = path.rsplit("/", 1)[-1]
+    kinds = {"state": "a checkpoint's state", "checkpoint.json": "a checkpoint's manifest", "owners": "the lease"}
+    kinds |= {"model": "the model", "history": "the history", "run.json": "the run's description"}
+    what = next((name for part, name in kinds.items() if part in (path if part == "owners" else file)), "a folder")
+    return f"{process}, {_OPERATIONS[operation]} {what}{', under a temporary name' if file.endswith('partial') else ''}"
+
+
+def hostile() -> str:
+    """Return the figures of `benchmarks/fuzz.py` and of `membership_changes.py`."""
+    rows = []
+    for name in ("fuzz.json", "fuzz-slowdown.json", "fuzz-documents.json", "membership-changes.json"):
+        path = RESULTS / name
+        if path.exists():
+            document = json.loads(path.read_text())
+            when, load = document["machine"]["when"][:10], document["machine"]["load_average_1min"]
+            rows += [
+                f"| `{name}`, {when}, load {load} | {_cell(s['name'])} | {_number(s['p50'])} {s['unit']} "
+                f"| {_number(s['max'])} {s['unit']} |"
+                for s in document["series"]
+            ]
+    return "\n".join(["| run | what | median | largest |", "|---|---|---|---|", *rows, ""])
+
+
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
 """The contenders in the order of their columns; others follow."""
 
@@ -379,6 +426,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "keras_settings": keras_settings,
     "results": results,
     "storms": storms,
+    "killed_fits": killed_fits,
+    "hostile": hostile,
     "compared": compared,
     "lines_of_code": lines_of_code,
     "versions": versions,

@@ -28,6 +28,8 @@ from spark_elastic.errors import StoreError
 PROBE = "probe-"  # starts the name of the folder that `ensure_shared` makes in a store for a moment
 _PART = 1 << 20
 """Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")
+"""Names of the files into which `write_bytes` writes before it renames them."""
 _LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
 """Names that pyarrow gives to fsspec's filesystem of this machine."""
 _OBJECT_STORES = frozenset(("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2"))
@@ -198,6 +200,15 @@ class Store:
             modified_s = info.mtime.timestamp() if info.mtime is not None else 0.0
             found.append(FileEntry(relative, int(info.size or 0), modified_s, info.type.name == "Directory"))
         return sorted(found, key=lambda entry: entry.path)
+
+    def delete_unfinished(self, path: str = "") -> None:
+        """Delete the files of a folder whose writers have died before they were complete.
+
+        For a caller who knows that nobody writes there: a file that is being written cannot be told from those.
+        """
+        for entry in self.list(path):
+            if not entry.is_dir and _UNFINISHED.fullmatch(entry.path.rpartition("/")[2]):
+                self.delete(entry.path)
 
     def delete(self, path: str = "") -> None:
         """Delete a file, or a folder with its contents, if it exists."""

@@ -236,6 +236,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         with contextlib.ExitStack() as lease:
             try:
                 lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+                run.delete_unfinished()  # of drivers that were killed as they wrote
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
                     for entry in run.list():
                         if entry.path != OWNERS:

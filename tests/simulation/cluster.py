@@ -23,6 +23,9 @@ from spark_elastic.settings import ElasticSettings
 from tests.simulation.checker import Checker
 from tests.simulation.training import SimWorker, SimWorld
 
+MOST_MISFORTUNES = 25
+"""Kills after decisions of the driver, with which a job may come to no end."""
+
 
 @dataclass
 class Executor:
@@ -100,6 +103,7 @@ class Cluster:
         in which round, and how far anybody was."""
         self.hosts_apart_until = 0.0
         self._loop_is_over = False
+        self._misfortunes = 0
         self.outcome: c.FinishJob | c.FailJob | None = None
         self.workers: dict[int, SimWorker] = {}
         self.worlds: dict[int, SimWorld] = {}
@@ -257,7 +261,8 @@ class Cluster:
                 self._tell_worker(worker, lambda w: w.on_cut(command.round))
 
     def _bad_luck(self, workers: Sequence[int], within_s: float) -> None:
-        if self.rng.random() < self.plan.unlucky:
+        if self.rng.random() < self.plan.unlucky and self._misfortunes < MOST_MISFORTUNES:
+            self._misfortunes += 1
             victim = self.workers[self.rng.choice(list(workers))]
             self.after(self.rng.uniform(0, within_s), lambda: self.kill(victim, report=True))
 
@@ -271,7 +276,10 @@ class Cluster:
 
     def bad_luck_at_the_end(self, worker: SimWorker) -> None:
         """Perhaps kill another worker, or the agent that keeps the result, after one worker is done."""
+        if self._misfortunes >= MOST_MISFORTUNES:
+            return
         if self.rng.random() < self.plan.unlucky:
+            self._misfortunes += 1
             self.after(self.rng.uniform(0, 0.5), lambda: self.fault("kill worker"))
         elif self.rng.random() < self.plan.unlucky:
             self.after(self.rng.uniform(0, 0.5), lambda: self.end_agent(self.agents[worker.agent], "killed"))

@@ -75,6 +75,10 @@ def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_give
     assert verdict.lost_steps == []
 
 
-def test_too_few_steps_before_the_storm_are_refused(judge: Any) -> None:
-    with pytest.raises(ValueError, match="10 steps before the storm; at least 50"):
-        judge.verdict_of(steps(1, list(range(10))), 0, 1, 5.0, 6.0, [])
+def test_too_few_steps_before_the_storm_are_a_problem_beside_the_others(judge: Any) -> None:
+    verdict = judge.verdict_of(steps(1, list(range(10))), 0, 1, 5.0, 6.0, ["it hangs"])
+    assert verdict.problems == [
+        "it hangs",
+        "10 steps before the storm; at least 50 tell the speed without faults",
+    ]
+    assert verdict.goodput == 0.0

@@ -184,3 +184,13 @@ def test_default_folder_that_is_a_link_is_refused(tmp_path, monkeypatch):
     expected.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="belongs to another user"):
         Store.create(None)
+
+
+def test_unfinished_files_are_deleted_and_others_are_not(tmp_path):
+    store = Store.create(tmp_path)
+    (tmp_path / "deeper").mkdir()
+    kept = ["run.json", "mine.partial", "deeper/.run.json.0123456789abcdef0123456789abcdef.partial"]
+    for name in [*kept, ".run.json.0123456789abcdef0123456789abcdef.partial"]:
+        (tmp_path / name).touch()
+    store.delete_unfinished()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(kept)
