@@ -178,7 +178,7 @@ CAPTIONS = {
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
-    "membership-changes.json": "resources that the processes still hold after a thousand changes of the world",
+    "membership-changes.json": "resources that the processes still hold after ten thousand changes of the world",
     "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
     "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
@@ -265,37 +265,6 @@ def chaos_faults() -> dict[str, Any]:
         return dict(importlib.import_module("_chaos_faults").FAULTS)
     finally:
         del sys.path[: len(folders)]
-
-
-def killed_fits() -> str:
-    """Return what `benchmarks/checkpoint_kills.py` found: the operations before which a fit was killed."""
-    document = json.loads((RESULTS / "checkpoint-kills.json").read_text())
-    cases = document["raw"]["cases"]
-    counts = Counter(_operation(killed) for case in cases for killed in case["killed"])
-    frameworks = Counter(case["framework"] for case in cases for _ in case["killed"])
-    again = max(case["steps_again"] for case in cases)
-    problems = sum(len(case["problems"]) for case in cases)
-    told = (
-        f"{sum(frameworks.values())} kills ({frameworks['torch']} with PyTorch, {frameworks['keras']} with Keras) of "
-        f"{len(cases)} fits: {problems} problems, {again} steps done again at most, with a checkpoint every "
-        f"{document['raw']['steps_between_checkpoints']} steps."
-    )
-    rows = [f"| {operation} | {count} |" for operation, count in sorted(counts.items())]
-    return "\n".join([told, "", "| killed before | how often |", "|---|---|", *rows, ""])
-
-
-_OPERATIONS = {"mkdir": "making", "rmdir": "removing", "rmtree": "removing", "remove": "removing", "rename": "renaming"}
-_OPERATIONS |= {"read": "reading or listing", "write": "opening for writing", "fsync": "making durable"}
-
-
-def _operation(killed: str) -> str:
-    """Describe an operation of a process on a path, as `checkpoint_kills.py` names it."""
-    process, operation, path = killed.replace(":", "").split(" ", 2)
-    file = path.rsplit("/", 1)[-1]
-    kinds = {"state": "a checkpoint's state", "checkpoint.json": "a checkpoint's manifest", "owners": "the lease"}
-    kinds |= {"model": "the model", "history": "the history", "run.json": "the run's description"}
-    what = next((name for part, name in kinds.items() if part in (path if part == "owners" else file)), "a folder")
-    return f"{process}, {_OPERATIONS[operation]} {what}{', under a temporary name' if file.endswith('partial') else ''}"
 
 
 def hostile() -> str:
@@ -426,7 +395,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "keras_settings": keras_settings,
     "results": results,
     "storms": storms,
-    "killed_fits": killed_fits,
     "hostile": hostile,
     "compared": compared,
     "lines_of_code": lines_of_code,
