@@ -14,6 +14,8 @@ from tests.integration.spark.diary import Entry
 
 QUIET_STEPS = 50
 """The fewest steps from which the speed without faults is taken."""
+COURSE_POINTS = 600
+"""The points of `Verdict.course`."""
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Verdict:
         worst_stall_s: The longest time between one new step and the next.
         stalls_s: The time between two steps around each world that began in the storm.
         problems: What must not be, in words; empty: nothing.
+        course: For a plot: seconds since the storm began, steps in the storm so far, and the workers that then train.
     """
 
     steps: int
@@ -38,6 +41,7 @@ class Verdict:
     worst_stall_s: float
     stalls_s: list[float]
     problems: list[str]
+    course: list[tuple[float, int, int]]
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +108,24 @@ def verdict_of(
         worst_stall_s=round(max(gaps, default=0.0), 3),
         stalls_s=[round(max(0.0, each), 4) for each in stalls],
         problems=problems,
+        course=course_of(applied, began, ended),
     )
+
+
+def course_of(applied: Sequence[Entry], began: float, ended: float) -> list[tuple[float, int, int]]:
+    """Return `Verdict.course` at up to `COURSE_POINTS` moments; those without a step are left out."""
+    interval_s = (ended - began) / COURSE_POINTS
+    course: list[tuple[float, int, int]] = []
+    seen: set[int] = {entry["step"] for entry in applied if entry["at"] < began}
+    before = len(seen)
+    stormy = sorted((entry for entry in applied if began <= entry["at"] <= ended), key=lambda entry: entry["at"])
+    for number, entries in itertools.groupby(stormy, key=lambda entry: int((entry["at"] - began) / interval_s)):
+        steps = list(entries)
+        seen.update(entry["step"] for entry in steps)
+        newest = max(entry["round"] for entry in steps)
+        size = next(entry["size"] for entry in steps if entry["round"] == newest)
+        course.append((round((number + 1) * interval_s, 2), len(seen) - before, size))
+    return course
 
 
 def shared_files() -> set[str]:

@@ -29,9 +29,10 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("_chaos_judge")
 
 
-def steps(pid: int, numbers: list[int], *, round: int = 1, at: float = 0.0) -> list[dict[str, Any]]:
+def steps(pid: int, numbers: list[int], *, round: int = 1, at: float = 0.0, size: int = 2) -> list[dict[str, Any]]:
     """A step each tenth of a second."""
-    return [{"pid": pid, "step": number, "round": round, "at": at + 0.1 * i} for i, number in enumerate(numbers)]
+    entry = {"pid": pid, "round": round, "size": size}
+    return [{**entry, "step": number, "at": at + 0.1 * i} for i, number in enumerate(numbers)]
 
 
 def test_a_fault_depends_on_seed_and_number_alone(faults: Any) -> None:
@@ -73,6 +74,16 @@ def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_give
     assert verdict.stalls_s == [pytest.approx(4.1)]
     assert verdict.steps == 110
     assert verdict.lost_steps == []
+
+
+def test_course_tells_the_steps_of_the_storm_and_the_size_of_its_newest_world(judge: Any) -> None:
+    quiet = steps(1, list(range(60)))
+    stormy = [*steps(1, [60, 61], round=2, at=6.5, size=3), *steps(1, [61, 62], round=3, at=12.5, size=1)]
+    course = judge.course_of([*quiet, *stormy], 6.45, 16.45)
+    assert course[0][1:] == (1, 3)
+    assert course[-1][1:] == (3, 1)
+    assert all(0 < at <= 10 for at, _, _ in course)
+    assert len(course) == 4  # moments without a step are left out
 
 
 def test_too_few_steps_before_the_storm_are_a_problem_beside_the_others(judge: Any) -> None:
