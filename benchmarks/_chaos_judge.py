@@ -14,6 +14,8 @@ from tests.integration.spark.diary import Entry
 
 QUIET_STEPS = 50
 """The fewest steps from which the speed without faults is taken."""
+STALL_STEPS = 5
+"""A gap between two steps of one world is a stall if it is longer than this many usual ones."""
 COURSE_POINTS = 600
 """The points of `Verdict.course`."""
 
@@ -27,6 +29,8 @@ class Verdict:
         repeated_steps: Steps that workers applied again after an interrupted collective of the loop's own.
         lost_steps: Where a worker went back further than to its last commit, in words.
         goodput: Steps of the storm as a share of those that the speed before it would have given.
+        live_goodput: The share of the storm that was not lost in stalls. It is normalised to the workers that live: see
+            `live_goodput_of`.
         worst_stall_s: The longest time between one new step and the next.
         stalls_s: The time between two steps around each world that began in the storm.
         problems: What must not be, in words; empty: nothing.
@@ -38,6 +42,7 @@ class Verdict:
     repeated_steps: int
     lost_steps: list[str]
     goodput: float
+    live_goodput: float
     worst_stall_s: float
     stalls_s: list[float]
     problems: list[str]
@@ -105,11 +110,40 @@ def verdict_of(
         repeated_steps=repeated,
         lost_steps=lost,
         goodput=round(len(stormy) / (speed * (ended - began)), 4),
+        live_goodput=round(live_goodput_of(applied, began, ended), 4),
         worst_stall_s=round(max(gaps, default=0.0), 3),
         stalls_s=[round(max(0.0, each), 4) for each in stalls],
         problems=problems,
         course=course_of(applied, began, ended),
     )
+
+
+def live_goodput_of(applied: Sequence[Entry], began: float, ended: float) -> float:
+    """Return the share of a storm's time that was not lost in stalls; 0 if there was no step.
+
+    A step is usual if it takes the median time of the steps in worlds of its size, so a world that has become smaller
+    loses nothing. Of each gap between the last step of one world and the first of the next, all that exceeds a usual
+    step is lost, and of each gap within a world that is longer than `STALL_STEPS` usual ones.
+    """
+    first: dict[int, Entry] = {}
+    for entry in sorted(applied, key=lambda entry: entry["at"]):
+        if began <= entry["at"] <= ended:
+            first.setdefault(entry["step"], entry)
+    steps = list(first.values())
+    if not steps:
+        return 0.0
+    gaps = [(one["at"] - before["at"], before, one) for before, one in itertools.pairwise(steps)]
+    by_size: dict[int, list[float]] = {}
+    for gap, before, one in gaps:
+        if before["round"] == one["round"]:
+            by_size.setdefault(one["size"], []).append(gap)
+    usual = {size: statistics.median(each) for size, each in by_size.items()}
+    lost = ended - steps[-1]["at"] + steps[0]["at"] - began
+    for gap, before, one in gaps:
+        step = usual.get(one["size"], 0.0)
+        if before["round"] != one["round"] or gap > STALL_STEPS * step:
+            lost += max(0.0, gap - step)
+    return 1 - lost / (ended - began)
 
 
 def course_of(applied: Sequence[Entry], began: float, ended: float) -> list[tuple[float, int, int]]:

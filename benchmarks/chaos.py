@@ -292,7 +292,8 @@ def in_words(verdict: Verdict, faults: int) -> str:
     """Return the line of a storm, and one for each thing that must not be."""
     line = (
         f"{faults} faults, {verdict.worlds} worlds, {verdict.steps} steps, {verdict.repeated_steps} repeated, "
-        f"goodput {verdict.goodput:.1%}, worst stall {verdict.worst_stall_s} s"
+        f"goodput {verdict.goodput:.1%}, of live workers {verdict.live_goodput:.1%}, "
+        f"worst stall {verdict.worst_stall_s} s"
     )
     return "\n  PROBLEM: ".join([line, *verdict.lost_steps, *verdict.problems])
 
@@ -337,6 +338,7 @@ def main() -> int:
         ),
         Series("problems", [float(len(each["problems"])) for each in storms], "problems", target_max=0.0),
         Series("goodput", [100 * each["goodput"] for each in storms], "%"),
+        Series("goodput of live workers", [100 * each["live_goodput"] for each in storms], "%"),
         Series("worst stall", [each["worst_stall_s"] for each in storms], "s"),
     ]
     if stalls := [stall for each in storms for stall in each["stalls_s"]]:

@@ -76,6 +76,16 @@ def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_give
     assert verdict.lost_steps == []
 
 
+def test_live_goodput_counts_the_stalls_alone(judge: Any) -> None:
+    stormy = [
+        *steps(1, list(range(10)), at=0.0, size=3),
+        *steps(1, list(range(10, 30)), round=2, at=2.0, size=2),  # 1.1 s after the last step, of which 0.1 s is usual
+        {"pid": 1, "step": 30, "round": 2, "size": 2, "at": 4.9},  # 1.0 s, of which 0.1 s is usual
+    ]
+    assert judge.live_goodput_of(stormy, 0.0, 5.0) == pytest.approx(1 - (1.0 + 0.9 + 0.1) / 5.0)
+    assert judge.live_goodput_of([], 0.0, 5.0) == 0.0
+
+
 def test_course_tells_the_steps_of_the_storm_and_the_size_of_its_newest_world(judge: Any) -> None:
     quiet = steps(1, list(range(60)))
     stormy = [*steps(1, [60, 61], round=2, at=6.5, size=3), *steps(1, [61, 62], round=3, at=12.5, size=1)]
