@@ -112,6 +112,16 @@ class Site:
         up = {entry["pid"] for entry in self.diary.entries if entry["what"] == "up"}
         return {pid for pid in up - trained if is_running(pid)}
 
+    def claim_newcomer(self, before: set[int]) -> int | None:
+        """Return a newcomer that was not there before; None: there is none. From now on it counts as struck."""
+        for pid in self.newcomers() - before:
+            self.note_struck(pid)
+            if pid in self.newcomers():
+                return pid
+            # it has applied a step meanwhile: it may be the only worker that another fault spares
+            del self.struck[pid]
+        return None
+
 
 @dataclass(frozen=True)
 class Strike:
@@ -194,9 +204,9 @@ def _kill_newcomer(s: Strike) -> None:
     def strike() -> None:
         until = time.monotonic() + REPLACED_S
         while time.monotonic() < until:
-            if found := s.site.newcomers() - before:
+            if (pid := s.site.claim_newcomer(before)) is not None:
                 time.sleep(s.draw(0, 0.0, 1.5))
-                s.site.signal(found.pop(), signal.SIGKILL)
+                s.site.signal(pid, signal.SIGKILL)
                 return
             time.sleep(0.01)
 
@@ -211,7 +221,7 @@ def _kill_all_newcomers(s: Strike) -> None:
 
     def strike() -> None:
         while time.monotonic() < until:
-            for pid in s.site.newcomers() - before:
+            while (pid := s.site.claim_newcomer(before)) is not None:
                 s.site.signal(pid, signal.SIGKILL)
             time.sleep(0.02)
 
@@ -226,8 +236,7 @@ def _stop_newcomer(s: Strike) -> None:
     def strike() -> None:
         until = time.monotonic() + REPLACED_S
         while time.monotonic() < until:
-            if found := s.site.newcomers() - before:
-                pid = found.pop()
+            if (pid := s.site.claim_newcomer(before)) is not None:
                 time.sleep(s.draw(0, 0.0, 1.0))
                 s.site.note_struck(pid)
                 s.site.signal(pid, signal.SIGSTOP)

@@ -174,10 +174,9 @@ def strike(site: Site, job: Any, fault: Fault) -> str:
     return f"{fault.kind}: rank {ranks or spared['rank']} of {len(world)} in round {spared['round']}"
 
 
-def rage(site: Site, job: Any, args: Any, on: str, seed: int) -> list[dict[str, Any]]:
-    """Strike until the time or the number of faults is reached. Returns: what was done."""
+def rage(site: Site, job: Any, args: Any, on: str, seed: int, done: list[dict[str, Any]]) -> None:
+    """Strike until the time or the number of faults is reached; each fault is added to `done`."""
     kinds = args.kinds or kinds_on(on)
-    done: list[dict[str, Any]] = []
     until = time.monotonic() + args.seconds
     number = args.first
     while len(done) < args.faults and time.monotonic() < until:
@@ -189,7 +188,6 @@ def rage(site: Site, job: Any, args: Any, on: str, seed: int) -> list[dict[str, 
             done.append({"number": number, "kind": fault.kind, "at": at})
             print(f"{on} {seed}/{number}: {words}", flush=True)
         number += 1
-    return done
 
 
 def undisturbed(seed: int, epochs: int) -> str:
@@ -265,7 +263,7 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
             time.sleep(QUIET_S)
             began = time.monotonic()
             try:
-                done = rage(site, job, args, on, seed)
+                rage(site, job, args, on, seed, done)
             finally:
                 ended = time.monotonic()
                 site.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,28 @@ def test_too_few_steps_before_the_storm_are_a_problem_beside_the_others(judge: A
         "10 steps before the storm; at least 50 tell the speed without faults",
     ]
     assert verdict.goodput == 0.0
+
+
+class Reads:
+    """A diary that has one more entry with each reading."""
+
+    def __init__(self, *entries: dict[str, Any]) -> None:
+        self._later = list(entries)
+        self.entries: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        self.entries += self._later[:1]
+        del self._later[:1]
+        return self.entries
+
+
+def test_a_newcomer_that_begins_to_train_as_it_is_chosen_is_not_struck(faults: Any) -> None:
+    me = os.getpid()
+    up, applied = {"pid": me, "what": "up"}, {"pid": me, "what": "applied"}
+    site = faults.Site(Reads(up), 4.0)
+    assert site.claim_newcomer({me}) is None
+    assert site.claim_newcomer(set()) == me
+    assert site.is_struck(me)
+    site = faults.Site(Reads(up, applied), 4.0)
+    assert site.claim_newcomer(set()) is None
+    assert not site.is_struck(me)
