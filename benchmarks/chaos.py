@@ -38,7 +38,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _chaos_faults import FAULTS, Fault, Site, Strike, fault_of, kinds_on
+from _chaos_faults import CLOCK, FAULTS, Fault, Site, Strike, fault_of, kinds_on, shifted_clock
 from _chaos_judge import Verdict, shared_files, verdict_of
 from _harness import Series, parser, report
 from pyspark.sql import SparkSession
@@ -312,6 +312,13 @@ def main() -> int:
     )
     arguments.add_argument("--kinds", nargs="+", choices=list(FAULTS), help="these kinds only")
     args = arguments.parse_args()
+    if CLOCK not in os.environ and args.on in (
+        None,
+        "processes",
+    ):  # this process drives the jobs: it needs the clock, too
+        with shifted_clock(ROOT / "build" / "chaos") as added:
+            if added:
+                return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **added}).returncode
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
     if args.seconds is None:
         args.seconds = float("inf") if args.faults < 10**9 else 15.0 if args.short else 40.0
