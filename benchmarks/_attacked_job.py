@@ -82,7 +82,7 @@ class AttackedJob:
 @contextmanager
 def attacked_job(descriptors: int) -> Iterator[AttackedJob]:
     """Run the job with this limit of open descriptors; what it prints is kept out of the terminal."""
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-fuzz-") as folder, open(f"{folder}/log", "w") as log:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, open(f"{folder}/log", "w") as log:
         steps = Path(folder, "steps")
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(steps), str(descriptors)],

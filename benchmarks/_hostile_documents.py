@@ -145,7 +145,7 @@ class Target:
 def targets() -> Iterator[dict[str, Target]]:
     """Write a valid dataset, checkpoint and model, in memory if this machine has such a folder."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-fuzz-", dir=memory) as folder:
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory) as folder:
         yield {
             "manifests": _dataset(Path(folder)),
             "checkpoints": _checkpoint(Path(folder)),
