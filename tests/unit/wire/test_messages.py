@@ -70,7 +70,7 @@ READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
         (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
         (b"[" * 100_000, "not JSON"),
         (b'{"type":"AgentWelcome","heartbeat_interval_s":1,"silence_limit_s":1%s}' % (b"0" * 400), "no float can hold"),
-        (b'{"type":"PeersReachable","reachable":["10.0.0.1"]}', "'10.0.0.1' is not an address with a port"),
+        (b'{"type":"PeersReachable","tried":[],"reachable":["10.0.0.1"]}', "'10.0.0.1' is not an address with a port"),
         (HELLO.replace(b"10.0.0.1", b"somewhere"), "'somewhere' does not appear to be an IPv4 or IPv6 address"),
         (HELLO.replace(b'"10.0.0.1","fd00::1"', b""), "the interface 'eth0' has no address"),
         (b'{"type":"%s"}' % (b"x" * 100_000), "unknown message type 'x{79}$"),
