@@ -50,7 +50,9 @@ def fault_of(seed: int, number: int, kinds: Sequence[str], mean_gap_s: float) ->
 
 @dataclass
 class Site:
-    """Where a storm rages. cluster: None for processes of this machine that the local launcher started.
+    """Where a storm rages; several faults may be at work at once, each on its own thread.
+
+    cluster: None for processes of this machine that the local launcher started.
 
     Attributes:
         struck: Processes that were struck and may still be in a world -> when they were.
@@ -62,6 +64,7 @@ class Site:
     struck: dict[int, float] = field(default_factory=dict)
     _timers: list[threading.Thread] = field(default_factory=list)
     _helpers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _claiming: threading.Lock = field(default_factory=threading.Lock)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Do something on a thread of its own that `close` waits for."""
@@ -116,12 +119,15 @@ class Site:
 
     def claim_newcomer(self, before: set[int]) -> int | None:
         """Return a newcomer that was not there before; None: there is none. From now on it counts as struck."""
-        for pid in self.newcomers() - before:
-            self.note_struck(pid)
-            if pid in self.newcomers():
-                return pid
-            # it has applied a step meanwhile: it may be the only worker that another fault spares
-            del self.struck[pid]
+        with self._claiming:
+            for pid in self.newcomers() - before:
+                if pid in self.struck:
+                    continue  # another fault's
+                self.note_struck(pid)
+                if pid in self.newcomers():
+                    return pid
+                # it has applied a step meanwhile: it may be the only worker that another fault spares
+                del self.struck[pid]
         return None
 
 

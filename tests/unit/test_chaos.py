@@ -129,3 +129,11 @@ def test_a_newcomer_that_begins_to_train_as_it_is_chosen_is_not_struck(faults: A
     site = faults.Site(Reads(up, applied), 4.0)
     assert site.claim_newcomer(set()) is None
     assert not site.is_struck(me)
+
+
+def test_a_newcomer_is_claimed_by_one_fault_only(faults: Any) -> None:
+    me = os.getpid()
+    site = faults.Site(Reads({"pid": me, "what": "up"}, {"pid": 1, "what": "other"}), 4.0)
+    site.diary.read()
+    assert site.claim_newcomer(set()) == me
+    assert site.claim_newcomer(set()) is None

@@ -53,7 +53,9 @@ class Diary:
     def newest(self) -> dict[int, Entry]:
         """The last step of each living worker in the newest round that one of them has reached, by rank."""
         self.read()
-        steps = [entry for pid, entry in self._newest.items() if is_alive(pid)]
+        with self._reading:
+            newest = dict(self._newest)
+        steps = [entry for pid, entry in newest.items() if is_alive(pid)]
         round = max((entry["round"] for entry in steps), default=0)
         return {entry["rank"]: entry for entry in steps if entry["round"] == round}
 
