@@ -151,24 +151,42 @@ class Store:
         with self.filesystem.open_input_stream(self._at(path), compression=None) as stream:
             return bytes(stream.read())
 
-    def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False, durable: bool = True) -> bool:
+    def write_bytes(
+        self,
+        path: str,
+        data: bytes,
+        *,
+        only_if_absent: bool = False,
+        durable: bool = True,
+        check: Callable[[], None] | None = None,
+    ) -> bool:
         """Write a file atomically, and make the folders above it. Return whether it was written.
 
         With `only_if_absent`, a file that exists is kept. If two processes write at the same moment, the first one wins
         on local folders, the last one elsewhere. A `durable` file also survives a power cut, for which the call waits
-        until the disk has written it and all before it.
+        until the disk has written it and all before it. `check` is called when all is written, just before the file
+        gets its name (before the upload to an object store); if it raises, there is no file.
         """
         if self.filesystem is None:
-            return self._write_local(Path(self._at(path)), data, only_if_absent, durable)
+            return self._write_local(Path(self._at(path)), data, only_if_absent, durable, check)
         if only_if_absent and self.exists(path):
             return False
         target = self._at(path)
         self._make_parent(target)
         written = target if self._uploads_whole else f"{target}.{uuid.uuid4().hex}.partial"
+        if check is not None and written == target:
+            check()
         with self.filesystem.open_output_stream(written, compression=None) as stream:
             stream.write(data)
         if written != target:
-            self._replace(written, target)
+            try:
+                if check is not None:
+                    check()
+                self._replace(written, target)
+            except BaseException:
+                with contextlib.suppress(Exception):  # each filesystem has its own
+                    self.filesystem.delete_file(written)
+                raise
         return True
 
     def exists(self, path: str = "") -> bool:
@@ -304,7 +322,9 @@ class Store:
             self.filesystem.move(source, target)
 
     @staticmethod
-    def _write_local(target: Path, data: bytes, only_if_absent: bool, durable: bool) -> bool:
+    def _write_local(
+        target: Path, data: bytes, only_if_absent: bool, durable: bool, check: Callable[[], None] | None
+    ) -> bool:
         make_folder(target.parent, durable)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
@@ -313,6 +333,8 @@ class Store:
                 stream.flush()
                 if durable:
                     os.fsync(stream.fileno())  # otherwise a power cut could leave an empty file of that name
+            if check is not None:
+                check()
             if not Store._rename(written, target, only_if_absent):
                 return False
             if durable:

@@ -158,8 +158,7 @@ class Checkpoints:
             "files": {file: [len(data), zlib.crc32(data)] for file, data in contents.files.items()},
             "document": dict(contents.document),
         }
-        self._check_fence()
-        self.store.write_bytes(f"{name}/{MANIFEST}", seal(manifest))
+        self.store.write_bytes(f"{name}/{MANIFEST}", seal(manifest), check=self._check_fence)
 
     def _check_fence(self) -> None:
         if self._fence is not None:
@@ -169,7 +168,8 @@ class Checkpoints:
         """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
         Incomplete checkpoints that are older than those are removed, too. Damaged ones are not counted as kept; each
-        checkpoint is read once to find out.
+        checkpoint is read once to find out. Raises `RunTakenError` if another driver has taken over the run, which may
+        resume from one of these.
         """
         kept: list[str] = []
         followed: set[str] = set()
@@ -180,6 +180,7 @@ class Checkpoints:
                 followed.update(facts.best)
         for name in self._names():
             if name not in kept and kept and age_of(name) < age_of(kept[0]):
+                self._check_fence()
                 self.store.delete(f"{name}/{MANIFEST}")  # first, so that the rest never looks complete
                 self.store.delete(name)
 

@@ -23,7 +23,7 @@ from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.datasets import SharedDatasets
-from spark_elastic.ml.run_lease import OWNERS, held_run
+from spark_elastic.ml.run_lease import OWNERS, RunLease, held_run
 from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, StorageParams
 from spark_elastic.ml.training.spec import CHECKPOINTS
 
@@ -235,17 +235,17 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
             try:
-                lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+                held = lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+                held.check()
                 run.delete_unfinished()  # of drivers that were killed as they wrote
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
-                    for entry in run.list():
-                        if entry.path != OWNERS:
-                            run.delete(entry.path)
+                    clear(run, held)
                 resume_from = self._latest_checkpoint(run)
                 if resume_from is not None:
                     self._check_identity(run, identity, dataset)
                 else:
-                    run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode())
+                    text = json.dumps(identity, indent=1).encode()
+                    run.write_bytes(_IDENTITY_FILE, text, check=held.check)
             except OSError as error:
                 raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
             yield run, resume_from
@@ -304,6 +304,18 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
     def _latest_checkpoint(self, run: Store) -> str | None:
         found = Checkpoints(run.sub(CHECKPOINTS)).latest()
         return None if found is None else found.name
+
+
+def clear(run: Store, lease: RunLease) -> None:
+    """Delete all but the leases. Raises `RunTakenError` if another driver takes over the run meanwhile.
+
+    The lease is checked before each deletion: this process may be paused between two of them, and what it finds when
+    it comes back is the other driver's.
+    """
+    for entry in [*run.list(CHECKPOINTS), *run.list()]:
+        if entry.path != OWNERS:
+            lease.check()
+            run.delete(entry.path)
 
 
 def _read_identity(run: Store) -> dict[str, Any]:

@@ -266,7 +266,8 @@ class ResultWriter:
         while True:
             try:
                 self._check_run()
-                self._store.write_bytes(file, data)
+                # A large file takes long to write, and all drivers of a run write it under the same name.
+                self._store.write_bytes(file, data, check=self._check_run)
             except RunTakenError:
                 raise
             except Exception as error:  # each kind of storage has its own

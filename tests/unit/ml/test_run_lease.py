@@ -13,6 +13,7 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, RunTakenError
 from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.run_folder import clear
 from spark_elastic.ml.run_lease import (
     BEAT_S,
     LEASE_S,
@@ -289,8 +290,44 @@ def test_checkpoints_of_a_replaced_driver_are_refused_and_never_the_latest(run):
         assert (new.latest().step, new.latest().token) == (6, 2)
         new.write(contents(9, 2))
         assert old.load(name_of(9, 1)).document == {"of": 1}, "neither has replaced the other's"
-        old.keep(1)
+        with pytest.raises(RunTakenError):
+            old.keep(1)
+        assert len(new.complete()) == 4, "the replaced driver has deleted none"
+        new.keep(1)
         assert [facts.name for facts in new.complete()] == [name_of(9, 2)]
+
+
+def test_driver_that_is_replaced_while_it_clears_the_run_deletes_nothing_more(run, monkeypatch):
+    with held_run(run) as lease:
+        for number in (1, 2, 3):
+            Checkpoints(run.sub("checkpoints"), lease.fence).write(contents(number, 1))
+        delete, deleted = Store.delete, []
+
+        def take_over_after_the_first(store, path=""):
+            delete(store, path)
+            deleted.append(path)
+            if len(deleted) == 1:
+                taken_over(run, lease)
+
+        with monkeypatch.context() as storage:
+            storage.setattr(Store, "delete", take_over_after_the_first)
+            with pytest.raises(RunTakenError):
+                clear(run, lease)
+        assert [facts.step for facts in Checkpoints(run.sub("checkpoints")).complete()] == [2, 3]
+
+
+def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
+    with held_run(run) as lease:
+        run.write_bytes("model.pt", b"of the other driver")
+
+        def check():
+            taken_over(run, lease)
+            lease.check()
+
+        with pytest.raises(RunTakenError):
+            run.write_bytes("model.pt", b"late", check=check)
+        assert run.read_bytes("model.pt") == b"of the other driver"
+        assert sorted(entry.path for entry in run.list()) == ["model.pt", OWNERS]
 
 
 def test_fenced_writer_reports_it(run):

@@ -20,10 +20,10 @@ class Storage:
         self.said = []
         self.waits = []
 
-    def write_bytes(self, name, data):
+    def write_bytes(self, name, data, **options):
         if name == self._refuses and self.now < self._until:
             raise OSError("No space left on device")
-        self._store.write_bytes(name, data)
+        self._store.write_bytes(name, data, **options)
 
     def wait(self, seconds):
         self.waits.append(seconds)
