@@ -59,13 +59,15 @@ class RoundKeyValues:
         """Store a value, and answer the requests that waited for it.
 
         Raises:
-            ProtocolError: The round has stored more than `MAX_ROUND_BYTES`.
+            ProtocolError: The round would store more than `MAX_ROUND_BYTES`. The value is not stored.
         """
         if round != self._round:
             return  # a late message of a round that is over
-        self._bytes += len(key) + len(value) - len(self._values.get(key, b""))
-        if self._bytes > MAX_ROUND_BYTES:
+        replaced = len(key) + len(self._values[key]) if key in self._values else 0
+        nbytes = self._bytes + len(key) + len(value) - replaced
+        if nbytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
+        self._bytes = nbytes
         self._values[key] = value
         for request in self._waiting.pop(key, ()):
             request.missing -= 1

@@ -45,3 +45,14 @@ def test_a_round_cannot_be_filled_without_bound(store):
     store.set(1, "a", bytes(10))  # replacing frees what was there
     with pytest.raises(ProtocolError, match="more than"):
         store.set(1, "b", bytes(MAX_ROUND_BYTES))
+
+
+def test_value_that_was_refused_or_replaced_takes_no_room(store):
+    for _ in range(3):
+        store.set(1, "a" * 1000, bytes(MAX_ROUND_BYTES // 2))
+    with pytest.raises(ProtocolError, match="more than"):
+        store.set(1, "b", bytes(MAX_ROUND_BYTES // 2))
+    answers = []
+    store.set(1, "c", b"of another worker")
+    store.get(1, ["c"], answers.append)
+    assert answers == [[b"of another worker"]]
