@@ -83,6 +83,33 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
         )
 
 
+def check_travels(schema: Any) -> None:
+    """Raise DataError if Spark cannot send a column to Python, however little is done with it there."""
+    for field in schema.fields:
+        if reason := _stays_in_java(field.dataType):
+            raise DataError(
+                f"column {field.name!r} is of type {field.dataType.simpleString()}, and Spark cannot send {reason} to "
+                f"Python; leave it out: df.drop({field.name!r}), or cast it to a string or a number",
+                column=field.name,
+            )
+
+
+def _stays_in_java(spark_type: Any) -> str:
+    """Return what of a type has no counterpart in Arrow; "" if all of it has one."""
+    kind = spark_type.typeName()
+    if kind in ("yearmonthinterval", "interval"):
+        return "intervals of months"
+    if kind == "array":
+        return _stays_in_java(spark_type.elementType)
+    if kind == "map":
+        return _stays_in_java(spark_type.keyType) or _stays_in_java(spark_type.valueType)
+    if kind == "struct":
+        if len(set(spark_type.names)) < len(spark_type.names):
+            return "structs with several fields of one name"
+        return next(filter(None, (_stays_in_java(field.dataType) for field in spark_type.fields)), "")
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column as the tasks that write it see it."""

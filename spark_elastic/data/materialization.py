@@ -153,6 +153,8 @@ def materialize(
         try:
             with leased(folder):
                 dataset = _write(df, request, folder, key, kept, verbose, findable)
+                if dataset.manifest.key != key:  # another process has written it meanwhile
+                    raise _other_settings(dataset, settings, dataset_id)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
@@ -172,19 +174,23 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
             if may_be_lost(folder) or folder.exists(DAMAGED):
                 dataset.verify()
             return dataset
-        written = dataset.manifest.about.get("settings", {})
-        different = sorted(name for name in settings if written.get(name) != settings[name])
-        raise DatasetError(
-            f"the dataset {dataset_id!r} in {folder.url} was written with other settings: "
-            + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
-            + "; choose another dataset_id, or delete it",
-            url=folder.url,
-        )
+        raise _other_settings(dataset, settings, dataset_id)
     except DatasetError:
         if dataset_id is not None:
             raise
         delete_dataset(folder)
         return None
+
+
+def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: str | None) -> DatasetError:
+    written = dataset.manifest.about.get("settings", {})
+    different = sorted(name for name in settings if written.get(name) != settings[name])
+    return DatasetError(
+        f"the dataset {dataset_id!r} in {dataset.store.url} was written with other settings: "
+        + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
+        + "; choose another dataset_id, or delete it",
+        url=dataset.store.url,
+    )
 
 
 def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbose: int, findable: bool) -> Dataset:

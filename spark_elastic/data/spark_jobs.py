@@ -80,6 +80,8 @@ def small_batches(spark: Any) -> Iterator[None]:
 # --- reasons of failed jobs -------------------------------------------------------------------------
 
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*): ?(.*(?:\n(?![\s]*at |\s*$|Traceback|Driver stacktrace).*)*)", re.MULTILINE)
+_PYTHON_DIED = "Python worker exited unexpectedly"
+"""Spark's words; the cause that it gives is an EOFException."""
 _STORAGE = ("OSError", "PermissionError", "FileNotFoundError", "StoreError", "ArrowIOError", "NotADirectoryError")
 
 
@@ -95,6 +97,12 @@ def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
         in_writer = "spark_elastic/data/" in tail[: raised.start()]
         kind = StoreError if name in _STORAGE and in_writer else DataError
         return kind, words if name == "StoreError" else f"{name}: {words}"
+    if _PYTHON_DIED in text:
+        return DataError, (
+            "a Python process of Spark ended in the middle of its rows. Either it was killed, most often because the "
+            "machine or the container had no memory left (spark.executor.memoryOverhead, "
+            "spark.executor.pyspark.memory), or a function of the query ended it"
+        )
     return DataError, _root_of_java(error) or text.strip().splitlines()[0]
 
 

@@ -126,6 +126,7 @@ class WriteTask:
             return validation_rows(self.validation, self.seed, partition, first_row, batch.num_rows)
         column = batch.column(self.validation)
         if column.null_count:
-            expected = "true or false in every row"
-            raise RowsRefused.at(np.flatnonzero(nulls(column)), first_row, self.validation, "null", expected)
+            rows, expected = np.flatnonzero(nulls(column)), "true or false in every row"
+            remedy = f"Fill them: df.na.fill(False, [{self.validation!r}])"
+            raise RowsRefused.at(rows, first_row, self.validation, "null", expected, remedy=remedy)
         return column.to_numpy(zero_copy_only=False)

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from pyspark.ml import Model
 
-from spark_elastic.data.columns import find_column
+from spark_elastic.data.columns import check_travels, find_column
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
 from spark_elastic.data.spark_connect import context_of, is_connect, send
 from spark_elastic.data.spark_python import choose_python
@@ -208,6 +208,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _transform(self, dataset: Any) -> Any:
         schema = self.transformSchema(dataset.schema)
+        check_travels(dataset.schema)
         fitted = self._facts_of_fit()
         context = context_of(dataset.sparkSession)
         if not is_connect(dataset):

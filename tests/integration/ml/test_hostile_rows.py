@@ -1,0 +1,507 @@
+"""Hostile data: a fit and a `transform` have a defined result, or end early with an error that names what is wrong.
+
+The table in docs/reliability.md says of each kind what happens. What types are stored, and all that `materialize`
+itself refuses, is in `tests/integration/data`; here are the estimators, which have to say it as clearly.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+
+from spark_elastic import LocalLauncher
+from spark_elastic.data.catalog import DATASETS
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, DataError, DatasetError, InvalidSettingsError, StoreError, UsageError
+from tests.integration.data.conftest import Rows
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = 12
+HUGE = 100_000_000
+TOO_LONG = 1500
+"""Characters of an error: two sentences for a column, and advice."""
+FRAME_OF_JAVA = re.compile(r"\n\tat |Traceback|Driver stacktrace")
+
+
+@pytest.fixture(scope="module", params=["torch", "keras"])
+def here(request: pytest.FixtureRequest) -> ModuleType:
+    """The estimators of a framework that train in this process."""
+    if request.param == "torch":
+        from tests.unit.ml.torch import estimators
+    else:
+        pytest.importorskip("tensorflow")
+        from tests.unit.ml.keras import estimators  # type: ignore[no-redef]
+    return estimators
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def rows(spark: Any) -> Any:
+    """Return a DataFrame of ROWS rows in two partitions: a and b to train on, y of three classes, x of a and b."""
+    a, b = F.col("id").cast("float"), (F.col("id") * 2).cast("float")
+    table = spark.range(0, ROWS, 1, 2).select(a.alias("a"), b.alias("b"), (F.col("id") % 3).alias("y"))
+    return table.withColumn("x", F.array("a", "b"))
+
+
+def small_net(here: ModuleType) -> Any:
+    """Return a model from two numbers to three classes."""
+    if here.__name__.endswith("torch.estimators"):
+        from torch import nn
+
+        return nn.Linear(2, 3)
+    import keras
+
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+
+
+def estimator(here: ModuleType, store: Path, **settings: Any) -> Any:
+    net = small_net(here)
+    common = {"model": net, "feature_cols": ["a", "b"], "label_cols": ["y"], "epochs": 1, "store": str(store)}
+    return here.HereEstimator(**here.settings(**{**common, **settings}))
+
+
+def files(store: Path) -> set[Path]:
+    return {path for path in store.rglob("*") if path.is_file()}
+
+
+def refused(fit: Callable[[], Any], complaint: str, store: Path, kind: type[UsageError] = DataError) -> None:
+    """Check that it raises a clear error, and leaves nothing in the store."""
+    before = files(store)
+    with pytest.raises(kind) as caught:
+        fit()
+    said = str(caught.value)
+    assert re.search(complaint, said, re.DOTALL), said
+    assert not FRAME_OF_JAVA.search(said), said
+    assert len(said) < TOO_LONG, said
+    assert files(store) == before
+
+
+X = {"feature_cols": ["x"]}
+VALUES = {
+    "a null": ("a", "if(a = 3, null, a)", {}, "column 'a': 1 of 12 .* null .*na.fill"),
+    "NaN": ("a", "if(a = 3, float('nan'), a)", {}, "column 'a': 1 of 12 .* NaN or infinity .*allow_nan"),
+    "infinity": ("a", "if(a = 3, float('inf'), a)", {}, "column 'a': 1 of 12 .* NaN or infinity .*allow_nan"),
+    "NaN with a validation": ("a", "if(a = 3, float('nan'), a)", {"validation": 0.5}, "column 'a': 1 of 12 .* NaN"),
+    "a null in the label": ("y", "if(a = 3, null, y)", {}, "column 'y': 1 of 12 .* null .*na.fill"),
+    "NaN in a label of classes": ("y", "if(a = 3, double('nan'), y)", {}, "column 'y': 1 of 12 .* NaN or infinity"),
+    "a class with a fraction": ("y", "y + 0.5D", {}, "column 'y': 12 of 12 .* such as 0.5 .* what int64 can hold"),
+    "a decimal class with a fraction": ("y", "cast(y + 0.5 as decimal(5, 1))", {}, "'y': 12 of 12 .* such as 0.5"),
+    "a null weight": ("w", "if(a = 3, null, 1)", {"sample_weight_col": "w"}, "column 'w': 1 of 12 .* null"),
+    "NaN as weight": ("w", "if(a = 3, float('nan'), 1)", {"sample_weight_col": "w"}, "column 'w': 1 of 12 .* NaN"),
+    "a null in the validation column": (
+        *("v", "if(a = 3, null, a > 5)", {"validation": "v"}),
+        "column 'v': 1 of 12 .* null .* true or false in every row.*na.fill",
+    ),
+    "a validation without rows": ("v", "false", {"validation": "v"}, "no row for the split 'validation', of 12 rows"),
+    "a training without rows": ("v", "true", {"validation": "v"}, "no row for the split 'train', of 12 rows"),
+    "ragged arrays": ("x", "if(a = 3, array(a), x)", X, "column 'x': 1 of 12 .* arrays of 1 .*arrays of 2.*pad_to"),
+    "arrays ragged by partition": ("x", "if(a < 6, array(a), x)", X, "'x': 6 of 12 .* most partitions.*pad_to"),
+    "empty arrays": ("x", "cast(array() as array<float>)", X, "column 'x': 12 of 12 .* arrays of 0"),
+    "a null in an array": ("x", "if(a = 3, array(a, null), x)", X, "column 'x': 1 of 12 .* null within the array"),
+    "wider than declared": ("x", "array(a, b, a)", {**X, "input_shapes": [[2]]}, r"'x': 12 of 12 .* 3 values .* \[2\]"),
+    "a number that float32 rounds": ("a", "bigint(16777217)", {}, "column 'a': 12 of 12 .* 16777217 .* exactly"),
+    "a number too large": ("a", "if(a = 3, 1e300D, a)", {}, r"column 'a': 1 of 12 .* too large such as 1e\+300"),
+    "a large decimal": ("a", "cast('99999999999999999999999999999999999999' as decimal(38, 0))", {}, "'a': 12 of 12"),
+    "a timestamp among floats": ("a", "timestamp'2020-01-01 00:00:00'", {}, "column 'a': 12 of 12 .* exactly"),
+    "an error of the query": ("a", "if(a = 7, raise_error('the sensor is off'), a)", {}, "the sensor is off"),
+    "a division by zero": ("a", "1 / (a - 3)", {}, "DIVIDE_BY_ZERO"),
+}
+SCHEMA = {
+    "a map": ("a", "map('k', 1)", {}, "column 'a' is of type map<string,int>, .*take the values"),
+    "a struct": ("a", "named_struct('k', 1)", {}, "column 'a' is of type struct<k:int>, .*select its fields"),
+    "structs in an array": ("a", "array(named_struct('k', 1))", {}, "column 'a' .* select its fields"),
+    "a struct as label": ("y", "named_struct('k', 1)", {}, "column 'y' .* select its fields"),
+    "months": ("a", "interval '1' year", {}, "interval year, which cannot be stored; cast it to a number of months"),
+    "no type": ("a", "null", {}, "column 'a' is of type void, .*give the column a type"),
+    "text": ("a", "'text'", {}, "feature_cols 'a' is string, which a model cannot take"),
+    "text as label": ("y", "'text'", {}, "label_cols 'y' is string, .*StringIndexer"),
+    "bytes": ("a", "cast('text' as binary)", {}, "feature_cols 'a' is binary, which a model cannot take"),
+    "text as weight": ("w", "'text'", {"sample_weight_col": "w"}, "sample_weight_col 'w' is string"),
+    "a validation column of numbers": ("v", "1", {"validation": "v"}, "'v' is int; it must be boolean"),
+    "a missing validation column": ("v", "true", {"validation": "vv"}, "'vv' is not a column .*did you mean 'v'"),
+    "a name that is no text": ("a", "a", {"feature_cols": ["\ud800", "b"]}, "is not a column of the DataFrame"),
+    "a name in other letters": ("c", "a", {"feature_cols": ["A", "b"]}, "'A' is not a column"),
+}
+
+
+OF_LABELS = ("a null in the label", "NaN in a label of classes", "a class with a fraction", "wider than declared")
+"""Values that a framework has to do with; all others are the same code for both."""
+
+
+@pytest.mark.parametrize(
+    ("here", "kind"),
+    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *(("keras", kind) for kind in (*OF_LABELS, *SCHEMA))],
+    indirect=["here"],
+)
+def test_column_that_cannot_be_trained_on_is_named(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
+    name, sql, settings, complaint = {**VALUES, **SCHEMA}[kind]
+    hostile = rows(spark).withColumn(name, F.expr(sql))
+    refused(lambda: estimator(here, store, **settings).fit(hostile), complaint, store)
+
+
+def test_frames_that_cannot_be_trained_on_are_refused(here: ModuleType, spark: Any, store: Path) -> None:
+    good, plain = rows(spark), estimator(here, store)
+    refused(lambda: plain.fit(good.where("a < 0")), "the DataFrame has no rows", store)
+    refused(lambda: plain.fit(good.select()), "'a' is not a column of the DataFrame", store)
+    refused(lambda: plain.fit(good.select("a", "a", "b", "y")), r"'a' stands for 2 columns .*rename all but one", store)
+    halves = estimator(here, store, validation=0.5)
+    refused(lambda: halves.fit(good.where("a = 1")), "leaves no row for the split '.*', of 1 rows", store)
+    for wrong in (None, good.toPandas()):
+        refused(lambda: plain.fit(wrong), "needs a Spark DataFrame", store, InvalidSettingsError)  # noqa: B023
+    twice = lambda: estimator(here, store, feature_cols=["a", "a"]).fit(good)  # noqa: E731
+    refused(twice, "feature_cols names a more than once", store, InvalidSettingsError)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[float], Any], str]] = {
+    "fails": (lambda a: 1 / (a - 7), "the rows could not be written: ZeroDivisionError"),
+    "returns another type": (lambda a: "text", "the rows could not be written: .*text"),
+    "ends its process": (lambda a: os._exit(3) if a == 7 else a, "a Python process of Spark ended .*memory"),
+    "exits": (lambda a: sys.exit(3) if a == 7 else a, "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_function_of_the_query_that_fails_halfway_is_reported(spark: Any, store: Path, kind: str) -> None:
+    from tests.unit.ml.torch import estimators
+
+    function, complaint = FUNCTIONS[kind]
+    hostile = rows(spark).withColumn("a", F.udf(function, "float")("a"))
+    refused(lambda: estimator(estimators, store).fit(hostile), complaint, store)
+
+
+def test_table_that_is_damaged_or_gone_is_reported(spark: Any, store: Path, tmp_path: Path) -> None:
+    from tests.unit.ml.torch import estimators
+
+    path = tmp_path / "table"
+    rows(spark).write.parquet(str(path))
+    table = spark.read.parquet(str(path))
+    for part in path.glob("part-*"):
+        part.write_bytes(part.read_bytes()[:-30])
+        part.with_name(f".{part.name}.crc").unlink()
+    refused(lambda: estimator(estimators, store).fit(table), "not a Parquet file", store)
+    shutil.rmtree(path)
+    refused(lambda: estimator(estimators, store).fit(table), "does not exist", store)
+
+
+@pytest.mark.parametrize(
+    ("name", "sql", "settings", "complaint"),
+    [
+        ("x", "array(a, b, a)", X, r"features_0 float32 \[4, 3\]"),
+        ("a", "a", {"feature_cols": ["a"]}, r"features_0 float32 \[4, 1\]"),
+        ("y", "if(a = 1, 7, y)", {}, "label.* 7 .*"),
+        ("y", "if(a = 1, -1, y)", {}, "label.* -1 .*"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_refused_before_a_worker_starts(
+    here: ModuleType, spark: Any, store: Path, name: str, sql: str, settings: dict[str, Any], complaint: str
+) -> None:
+    """The rows are right, and stay for a fit with another model."""
+    made = estimator(here, store, **settings)
+    with pytest.raises(DataError, match="cannot deal with the first 4 rows") as caught:
+        made.fit(rows(spark).withColumn(name, F.expr(sql)))
+    assert re.search(complaint, str(caught.value), re.DOTALL), caught.value
+    assert not hasattr(made, "training")
+
+
+def read_back(made: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the features and labels that a fit trained on, in the order of the rows."""
+    stored = Rows(made.training.dataset)
+    return stored["features_0"], stored["label_0"]
+
+
+ACCEPTED = {
+    "decimals": ({"a": "cast(a as decimal(38, 18))", "y": "cast(y as decimal(9, 0))"}, {}),
+    "dates and spans of time": ({"a": "date_add(date'1970-01-01', int(a))", "b": "make_dt_interval(0, 0, 0, 0)"}, {}),
+    "booleans": ({"a": "a > 3", "y": "y > 1"}, {}),
+    "whole numbers": ({"a": "bigint(a)", "b": "tinyint(b)"}, {}),
+    "odd names": ({"Größe .`x`": "a", "🦆\n": "b"}, {"feature_cols": ["Größe .`x`", "🦆\n"]}),
+    "columns that are not read and share a name": ({"z": "map('k', interval '1' year)", "Z": "1"}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_unusual_columns_are_trained_on_with_their_values(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
+    columns, settings = ACCEPTED[kind]
+    frame = rows(spark)
+    expressions = {**{name: name for name in frame.columns}, **columns}
+    frame = frame.select(*(F.expr(sql).alias(name) for name, sql in expressions.items()))
+    made = estimator(here, store, **settings)
+    assert made.fit(frame).history[0]["rows"] == ROWS
+    features, labels = read_back(made)
+    number = np.arange(ROWS)
+    expected = {
+        "booleans": np.stack([number > 3, 2 * number], 1),
+        "dates and spans of time": np.stack([number, 0 * number], 1),
+    }
+    assert features.tolist() == expected.get(kind, np.stack([number, 2 * number], 1)).astype(float).tolist()
+    assert labels.tolist() == (number % 3 > 1 if kind == "booleans" else number % 3).tolist()
+
+
+def test_few_rows_and_partitions_without_rows_are_trained_on(here: ModuleType, spark: Any, store: Path) -> None:
+    made = estimator(here, store)
+    assert made.fit(rows(spark).where("a = 1")).history[0]["rows"] == 1
+    assert made.fit(rows(spark).where("a < 3").repartition(5)).history[0]["rows"] == 3
+    aside = estimator(here, store, validation="v").fit(rows(spark).where("a < 2").withColumn("v", F.col("a") == 0))
+    assert aside.history[0]["rows"] == 1
+    assert np.isfinite(aside.history[0]["val_loss"])
+
+
+def test_rows_that_differ_at_each_try_are_those_of_one_try(here: ModuleType, spark: Any, store: Path) -> None:
+    """Features, label and split of a row come from the same evaluation, and no later fit finds such rows again."""
+    drawn = F.udf(lambda a: random.random(), "float").asNondeterministic()
+    before = files(store)
+    table = rows(spark).withColumn("a", drawn("a")).withColumn("b", F.rand()).withColumn("v", F.rand() < 0.5)
+    history = estimator(here, store, validation="v", epochs=2).fit(table).history
+    assert 0 < history[0]["rows"] < ROWS
+    assert history[1]["rows"] == history[0]["rows"], "both epochs use the rows that were drawn once"
+    assert files(store) == before
+
+
+def test_cell_of_100_mb_is_trained_on(spark: Any, store: Path) -> None:
+    from tests.unit.ml.torch import estimators
+
+    def lengths(columns: Any) -> Any:
+        size = np.array([len(text) for text in columns["features_0"]], np.float32)
+        return {**columns, "features_0": np.stack([size == HUGE, size == 0], 1).astype(np.float32)}
+
+    hostile = rows(spark).limit(1).withColumn("a", F.expr(f"repeat('x', {HUGE})"))
+    made = estimator(estimators, store, feature_cols=["a"], transformation_fn=lengths)
+    assert made.fit(hostile).history[0]["rows"] == 1
+    shutil.rmtree(store / DATASETS)
+
+
+def test_fewer_rows_than_workers(here: ModuleType, spark: Any, store: Path) -> None:
+    torch = here.__name__.endswith("torch.estimators")
+    base = here.HereEstimator.__mro__[1]
+    launcher = LocalLauncher(preimport=("torch" if torch else "tensorflow",))
+    common = here.settings(model=small_net(here), feature_cols=["a", "b"], label_cols=["y"], store=str(store), epochs=2)
+    made = base(**{**common, "num_proc": 2, "run_options": {"launcher": launcher}})
+    assert [each["rows"] for each in made.fit(rows(spark).where("a = 1")).history] == [1, 1]
+
+
+def test_source_that_changed_between_fits_is_written_again_and_its_checkpoints_are_refused(
+    here: ModuleType, spark: Any, store: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "table")
+    given = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "one", "checkpoint_interval": 1}
+    rows(spark).write.parquet(path)
+    estimator(here, store, **given).fit(spark.read.parquet(path))
+    rows(spark).withColumn("a", F.col("a") + 1).write.mode("overwrite").parquet(path)
+    again = estimator(here, store, **given, epochs=2)
+    with pytest.raises(CheckpointError, match=r"run_id='one' has checkpoints of other rows.*resume=False"):
+        again.fit(spark.read.parquet(path))
+    anew = estimator(here, store, **given, resume=False)
+    anew.fit(spark.read.parquet(path))
+    assert sorted(read_back(anew)[0][:, 0].tolist()) == list(range(1, ROWS + 1))
+
+
+# --- storage ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    at = tmp_path / "disk"
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(at)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
+    yield at
+    subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def test_storage_that_is_full_is_reported_and_nothing_is_left(spark: Any, small_disk: Path) -> None:
+    from tests.unit.ml.torch import estimators
+
+    store = small_disk / "store"
+    many = spark.range(0, 100_000, 1, 2).select(
+        F.col("id").cast("float").alias("a"), F.rand(1).cast("float").alias("b"), (F.col("id") % 3).alias("y")
+    )
+    refused(lambda: estimator(estimators, store).fit(many), "No space left on device", store, StoreError)
+    assert estimator(estimators, store).fit(many.limit(100)).history[0]["rows"] == 100
+
+
+def test_storage_that_goes_while_rows_are_written_is_reported_and_nothing_is_trusted(
+    spark: Any, tmp_path: Path
+) -> None:
+    from tests.unit.ml.torch import estimators
+
+    store = tmp_path / "store"
+    where = str(store / DATASETS)
+
+    def deleted_halfway(batches: Any) -> Any:
+        for number, batch in enumerate(batches):
+            if number == 1:
+                shutil.rmtree(where, ignore_errors=True)
+            yield batch
+
+    many = spark.range(0, 60_000, 1, 1).select(
+        F.col("id").cast("float").alias("a"), F.rand(1).cast("float").alias("b"), (F.col("id") % 3).alias("y")
+    )
+    going = many.mapInArrow(deleted_halfway, many.schema)
+    refused(
+        lambda: estimator(estimators, store).fit(going), "the driver does not see it|No such file", store, StoreError
+    )
+    assert estimator(estimators, store).fit(rows(spark)).history[0]["rows"] == ROWS
+
+
+# --- two drivers --------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from spark_elastic.data.materialization import materialize
+from spark_elastic.errors import SparkElasticError
+
+folder, name, validation = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+spark = builder.getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+names = ["first", "second"]
+
+@F.udf("long")
+def meet(x):
+    (folder / f"writes-{name}").touch()
+    until = time.monotonic() + 120
+    while not all((folder / f"writes-{each}").exists() for each in names) and time.monotonic() < until:
+        time.sleep(0.01)
+    return x
+
+frame = spark.range(0, 50, 1, 1).select(meet("id").alias("x"))
+try:
+    settings = {"dataset_id": "both", "validation": validation, "verbose": 0}
+    dataset = materialize(frame, {"x": "x"}, store=folder / "store", **settings)
+    found = {"rows": dataset.rows(), "key": dataset.manifest.key, "files": sorted(dataset.manifest.files)}
+    dataset.verify()
+except SparkElasticError as error:
+    found = {"error": str(error)}
+print(json.dumps(found))
+spark.stop()
+"""
+
+
+def both(folder: Path, validations: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return what two drivers have found that wrote one dataset at the same time."""
+    import json
+
+    folder.mkdir()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder), name, validation],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, validation in zip(("first", "second"), validations, strict=True)
+    ]
+    said = [each.communicate(timeout=240) for each in programs]
+    return [json.loads(out.splitlines()[-1]) if out else {"error": error} for out, error in said]
+
+
+def test_two_drivers_that_write_one_dataset_at_the_same_time_read_the_same(tmp_path: Path) -> None:
+    first, second = both(tmp_path / "one", ("null", "null"))
+    assert first == second
+    assert first["rows"] == 50
+    left = {entry.path for entry in Store.create(tmp_path / "one/store/spark_elastic-sets/both").list(recursive=True)}
+    assert {each for each in left if each.endswith(".rows")} == set(first["files"])
+
+
+def test_driver_that_loses_to_one_with_other_settings_is_told(tmp_path: Path) -> None:
+    found = both(tmp_path / "other", ("null", "0.5"))
+    errors = [each["error"] for each in found if "error" in each]
+    assert len(errors) == 1, found
+    with pytest.raises(DatasetError, match=r"'both' .* was written with other settings: validation="):
+        raise DatasetError(errors[0])
+
+
+# --- transform ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(here: ModuleType, spark: Any, store: Path) -> Any:
+    return estimator(here, store).fit(rows(spark))
+
+
+@pytest.fixture(scope="module")
+def model_of_arrays(here: ModuleType, spark: Any, store: Path) -> Any:
+    return estimator(here, store, **X).fit(rows(spark))
+
+
+HANDLED = "handle_invalid='skip' leaves such rows out"
+READ = {
+    "a null": ("a", "if(a = 3, null, a)", f"column 'a': 1 of .* have null .*{HANDLED}"),
+    "a number too large": (
+        "a",
+        "if(a = 3, 1e300D, a)",
+        "column 'a': 1 of .* too large such as .* what float32 can hold",
+    ),
+    "an error of the query": ("a", "if(a = 7, raise_error('the sensor is off'), a)", "the sensor is off"),
+    "ragged arrays": ("x", "if(a = 3, array(a), x)", "column 'x': 1 of .* have arrays of 1"),
+}
+"""What is found when rows are read; each costs the executors their Python processes."""
+TYPES = {
+    "text": ("a", "'text'", "column 'a' is of type string, and the model was trained on values of <f4; cast it"),
+    "a map": ("a", "map('k', 1)", "column 'a' is of type map<string,int>, .*take the values"),
+    "a struct": ("a", "named_struct('k', 1)", "column 'a' is of type struct<k:int>, .*select its fields"),
+    "months that are not read": ("z", "array(interval '1' year)", "column 'z' .* intervals of months .*df.drop"),
+    "a calendar's span": ("z", "make_interval(1, 2)", "column 'z' is of type interval, .* intervals of months"),
+    "fields of one name": ("z", "map(1, named_struct('k', 1, 'k', 2))", "column 'z' .*several fields of one name"),
+}
+
+
+def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any) -> None:
+    for name, (column, sql, complaint) in TYPES.items():
+        with pytest.raises(DataError, match=complaint) as early:
+            model.transform(rows(spark).withColumn(column, F.expr(sql)))
+        assert early.value.column == column, name
+
+
+@pytest.mark.parametrize("here", ["torch"], indirect=True)
+@pytest.mark.parametrize("kind", READ)
+def test_transform_says_which_rows_are_wrong(model: Any, model_of_arrays: Any, spark: Any, kind: str) -> None:
+    column, sql, complaint = READ[kind]
+    with pytest.raises(PySparkException) as late:
+        (model_of_arrays if column == "x" else model).transform(rows(spark).withColumn(column, F.expr(sql))).collect()
+    assert re.search(complaint, str(late.value), re.DOTALL), late.value
+
+
+def test_transform_of_unusual_rows_is_that_of_the_numbers(model: Any, spark: Any) -> None:
+    plain = {row.a: row.output for row in model.transform(rows(spark)).collect()}
+    odd = rows(spark).withColumn("m", F.expr("map('k', named_struct('f', array(interval '1' day)))"))
+    odd = odd.withColumn("none", F.expr("null")).withColumn("bytes", F.expr("cast('text' as binary)"))
+    odd = odd.withColumn("a", F.expr("cast(a as decimal(9, 2))")).withColumn("b", F.expr("bigint(b)"))
+    made = model.transform(odd).collect()
+    assert {float(row.a): row.output for row in made} == plain
+    assert made[0].bytes == b"text"
+    assert model.transform(rows(spark).where("a < 0")).collect() == []
+    assert model.transform(rows(spark).where("a = 1").repartition(4)).count() == 1
+    huge = rows(spark).where("a = 1").withColumn("text", F.expr(f"repeat('x', {HUGE // 5})"))
+    assert model.transform(huge).select(F.length("text")).first()[0] == HUGE // 5
+
+
+def test_rows_without_values_are_left_out_or_kept_without_a_prediction(model: Any, spark: Any) -> None:
+    hostile = rows(spark).withColumn("a", F.expr("case a when 3 then null when 5 then float('inf') else a end"))
+    skipped = model.copy({model.handle_invalid: "skip"}).transform(hostile).collect()
+    assert sorted(row.b / 2 for row in skipped) == [0, 1, 2, 4, 6, 7, 8, 9, 10, 11]
+    kept = model.copy({model.handle_invalid: "keep"}).transform(hostile).collect()
+    assert sorted(row.b / 2 for row in kept if row.output is None) == [3, 5]
+    assert [row.output for row in kept if row.output is not None] == [row.output for row in skipped]
