@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import io
 import json
 import os
 import random
 import shutil
 import sys
 import tempfile
-import traceback
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _hostile_judge import Findings, usage
 
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME
@@ -34,8 +31,6 @@ from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints,
 from spark_elastic.ml.torch.model import ElasticTorchModel
 
 SAVED_MODEL = Path(__file__).resolve().parents[1] / "tests/data/saved_0_1/models/torch"
-LONGEST_ERROR = 5000
-"""Characters. An error that repeats a whole hostile document is not a clear one."""
 _JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
     *(
@@ -194,34 +189,6 @@ def _model(folder: Path) -> Target:
 # --- the attack -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Findings:
-    """What became of the files of one kind."""
-
-    opened: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    """Errors of this package, by class."""
-    bare: Counter[str] = field(default_factory=Counter)
-    """Other errors, by class, message and the line that raised them."""
-    unclear: Counter[str] = field(default_factory=Counter)
-    """Errors of this package that are much too long."""
-    growth_mib: float = 0.0
-    threads: int = 0
-    descriptors: int = 0
-
-    def problems(self) -> list[str]:
-        left = [f"{self.threads} threads are left"] * (self.threads > 0)
-        left += [f"{self.descriptors} descriptors are left"] * (self.descriptors > 0)
-        return left + [f"{count} times: {text}" for text, count in (self.bare + self.unclear).items()]
-
-    def summary(self) -> str:
-        refused = f"{self.refused.total()} refused, {self.opened} opened, {self.bare.total()} bare errors"
-        return f"{refused}, {self.growth_mib:.1f} MiB of growth"
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "refused": dict(self.refused), "bare": dict(self.bare), "unclear": dict(self.unclear)}
-
-
 def attack_documents(count: int, seed: int) -> dict[str, Findings]:
     """Open `count` hostile files, the same number of each kind."""
     with targets() as found:
@@ -235,35 +202,10 @@ def _attack(target: Target, count: int, seed: int) -> Findings:
     before = (0.0, 0, 0)
     for number in range(count):
         if number == min(500, count // 2):  # what is allocated once is no growth
-            before = _usage()
+            before = usage()
         target.file.write_bytes(hostile(valid, rng, target.sealed))
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                target.open()
-            findings.opened += 1
-        except SparkElasticError as error:
-            findings.refused[type(error).__name__] += 1
-            if len(str(error)) > LONGEST_ERROR:
-                findings.unclear[f"{type(error).__name__} of {LONGEST_ERROR} characters or more: {error!s:.100}"] += 1
-        except Exception as error:
-            findings.bare[_described(error)] += 1
-    after = _usage()
-    findings.growth_mib = round(after[0] - before[0], 3)
-    findings.threads, findings.descriptors = after[1] - before[1], after[2] - before[2]
+        findings.judge(target.open)
+    findings.note_growth(before, usage())
     target.file.write_bytes(valid)
     target.open()
     return findings
-
-
-def _described(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/spark_elastic/" in frame.filename]
-    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "elsewhere"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''!s:.80} at {where}"[:200]
-
-
-def _usage() -> tuple[float, int, int]:
-    """Return the resident memory in MiB, the threads and the descriptors of this process."""
-    gc.collect()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(os.listdir("/proc/self/fd"))

@@ -83,10 +83,18 @@ def _altered_message(rng: random.Random) -> bytes:
 
 
 def _wrong_field(rng: random.Random) -> bytes:
-    """Replace, drop or add a field, at any depth."""
-    message = rng.choice(EXAMPLES)
-    head, separator, payload = encode(message).partition(b"\n")
-    document = json.loads(head)
+    return wrong_field(encode(rng.choice(EXAMPLES)), rng)
+
+
+def wrong_field(body: bytes, rng: random.Random) -> bytes:
+    """Replace, drop or add a field of a message, at any depth; return anything else as it is."""
+    head, separator, payload = body.partition(b"\n")
+    try:
+        document = json.loads(head)
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(document, dict) or not document:
+        return body
     place = document
     while inner := [each for each in place.values() if isinstance(each, dict) and each]:
         if rng.random() < 0.5:

@@ -1,6 +1,7 @@
 """Attack a job's port, and every kind of file that is read, with a million hostile frames and hundred thousand files.
 
     python benchmarks/fuzz.py                                # a quarter of an hour
+    python benchmarks/fuzz.py --only slowdown                # three minutes, on an idle machine
     python benchmarks/fuzz.py --only documents --documents 500000 --seed 7
     python benchmarks/fuzz.py --frames 20000 --documents 3000 --repeat 2
 
@@ -36,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _attacked_job import AttackedJob, attacked_job, difference
 from _harness import Series, parser, report
-from _hostile_documents import Findings, attack_documents
+from _hostile_documents import attack_documents
 from _hostile_frames import GREETING_BYTES, Stranger, attempts
+from _hostile_judge import Findings
 
 from spark_elastic.wire.channel import connect
 
@@ -184,7 +186,7 @@ def main() -> int:
     options.add_argument("--frames", type=int, default=1_000_000, help="hostile connections (%(default)s)")
     options.add_argument("--documents", type=int, default=120_000, help="hostile files (%(default)s)")
     options.add_argument("--rate", type=float, default=50.0, help="attempts a second for the slowdown (%(default)s)")
-    options.add_argument("--turn-s", type=float, default=4.0, help="seconds of each turn of the slowdown (%(default)s)")
+    options.add_argument("--turn-s", type=float, default=2.0, help="seconds of each turn of the slowdown (%(default)s)")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     args = options.parse_args()
