@@ -268,9 +268,10 @@ def chaos_faults() -> dict[str, Any]:
 
 
 def hostile() -> str:
-    """Return the figures of `benchmarks/fuzz.py` and of `membership_changes.py`."""
+    """Return the figures of `benchmarks/fuzz.py`, `fuzz_guided.py` and `membership_changes.py`."""
     rows = []
-    for name in ("fuzz.json", "fuzz-slowdown.json", "fuzz-documents.json", "membership-changes.json"):
+    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes")
+    for name in (f"{each}.json" for each in names):
         path = RESULTS / name
         if path.exists():
             document = json.loads(path.read_text())
