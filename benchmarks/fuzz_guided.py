@@ -38,7 +38,7 @@ from _harness import Series, parser, report
 PROGRAM = Path(__file__).with_name("_guided_target.py")
 TARGETS = ("wire-frames", "wire-messages", "key-values", "manifests", "checkpoints", "models")
 GROWTH_MIB = 64.0
-START_S = 120.0
+START_S = 300.0
 """The most that a target may take beyond its seconds: to import and instrument the package, and to judge one input."""
 _COVERAGE = re.compile(r"cov: (\d+) ft: (\d+) corp: (\d+)")
 
