@@ -6,8 +6,11 @@ import base64
 import contextlib
 import logging
 import os
+import pickle
 import signal
+import tempfile
 import time
+import traceback
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import spark_elastic
+from spark_elastic.errors import UserFunctionError
 from tests.integration import clusters
 from tests.integration.processes import wait_until
 
@@ -26,6 +30,7 @@ MOST_BYTES = 256 << 20
 def train(folder: str, ballast: bytes) -> int:
     import spark_elastic.torch as hvd
 
+    logging.basicConfig(level=logging.DEBUG)
     hvd.init()
     state = hvd.elastic.ObjectState(step=0)
 
@@ -38,6 +43,8 @@ def train(folder: str, ballast: bytes) -> int:
             time.sleep(0.05)
             ended = hvd.allgather_object(Path(folder, "end").exists())
             if any(ended):
+                if Path(folder, "raise").exists():
+                    raise ValueError(f"of a world of {hvd.size()}")
                 return state.step
             state.commit()
 
@@ -85,12 +92,17 @@ def processes_with(found: list[bytes]) -> list[str]:
     return hits
 
 
+def read(address: str) -> bytes:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        data: bytes = answer.read()
+    return data
+
+
 def pages_with(found: list[bytes], address: str) -> list[str]:
     """Return the pages of Spark's UI in which one of the texts is."""
     hits, seen = [], 0
     for page in ("jobs/", "stages/", "storage/", "environment/", "executors/", "api/v1/applications"):
-        with urllib.request.urlopen(f"{address}/{page}", timeout=30) as answer:
-            data = answer.read()
+        data = read(f"{address}/{page}")
         seen += len(data)
         hits += [page] if any(one in data for one in found) else []
     assert seen > 10_000
@@ -129,25 +141,61 @@ def test_key_is_in_no_argument_environment_log_file_or_page(tmp_path: Path, log_
             min_num_proc=1,
             spark=cluster.spark,
             output_dir=str(tmp_path / "output"),
+            status_port=0,
             verbose=2,
         )
         key = job._driver._peers.spec.key
         wait_until(lambda: len(pids()) == 2, 90, "two workers work")
         os.kill(pids()[0], signal.SIGKILL)
         wait_until(lambda: len(pids()) == 3, 90, "the dead worker's successor works")
+        newest = max(tmp_path.glob("pid.*"), key=lambda each: each.stat().st_ctime_ns)
+        os.kill(int(newest.name[4:]), signal.SIGSEGV)  # its last words are a crash report
+        wait_until(lambda: len(pids()) == 4, 90, "the crashed worker's successor works")
         texts = needles(key)
         folders = [tmp_path, cluster._directory, Path("/dev/shm"), Path("/tmp")]
         assert processes_with(texts) == []
         assert files_with(texts, folders, since) == []
         assert pages_with(texts, cluster.sc.uiWebUrl) == []
+        assert job.status_url is not None
+        for page in ("", "status.json", "metrics"):
+            assert not any(one in read(job.status_url.replace("/?", f"/{page}?")) for one in texts), page
         shown = [job, job.status(), job.changes(), job.events(), job._driver._peers.spec, job._driver._peers]
         assert not any(one in repr(shown).encode() for one in texts)
         (tmp_path / "end").touch()
         job.result(60)
         assert files_with(texts, folders, since) == []
     assert log_file.stat().st_size > 0
+    printed = b"".join(path.read_bytes() for path in (tmp_path / "output").rglob("*") if path.is_file())
+    assert b"Fatal Python error: Segmentation fault" in printed
+    assert b"DEBUG:" in printed
     assert any(events.iterdir())
     assert files_with(texts, [tmp_path], since) == []
     for number, text in enumerate(texts):  # the search finds what is there
         (tmp_path / f"planted.{number}").write_bytes(b"key=" + text + b";")
     assert len(files_with(texts, [tmp_path], since)) == len(texts)
+
+
+def test_key_is_in_nothing_that_a_failed_job_of_local_processes_leaves(tmp_path: Path, log_file: Path) -> None:
+    since = time.time() - 1.0
+    job = spark_elastic.run_async(
+        train,
+        (str(tmp_path), bytes(LARGE)),
+        num_proc=2,
+        launcher=spark_elastic.LocalLauncher(preimport=("torch",)),
+        output_dir=str(tmp_path / "output"),
+        verbose=2,
+    )
+    texts = needles(job._driver._peers.spec.key)
+    wait_until(lambda: len([*tmp_path.glob("pid.*")]) == 2, 90, "two workers work")
+    folders = [tmp_path, Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir())]
+    assert processes_with(texts) == []
+    assert files_with(texts, folders, since) == []
+    (tmp_path / "raise").touch()
+    (tmp_path / "end").touch()
+    with pytest.raises(UserFunctionError, match="of a world of 2") as caught:
+        job.result(60)
+    said = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    left = [said.encode(), pickle.dumps(caught.value), repr([job, job.status(), job.events()]).encode()]
+    assert not any(one in each for each in left for one in texts)
+    assert files_with(texts, folders, since) == []
+    assert b"DEBUG" in log_file.read_bytes()
