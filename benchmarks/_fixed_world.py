@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from spark_elastic.collective.process import process
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
-from spark_elastic.wire.worker_link import Assignment
+from spark_elastic.wire.worker_link import Assignment, Preparation
 
 
 class FixedLink:
@@ -41,7 +41,7 @@ class FixedLink:
         self._assignment = Assignment(
             World(1, members, root=0, version=None, sync=True),
             self.worker,
-            {r + 1: address for r, address in enumerate(addresses)},
+            list(addresses),
         )
 
     def join_at_init(self) -> Assignment:
@@ -69,6 +69,8 @@ class FixedLink:
         return 0
 
     def on_cut(self, callback: Callable[[int, str], None] | None) -> None: ...
+
+    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None: ...
 
     def derive_key(self, purpose: str) -> bytes:
         return hashlib.sha256(purpose.encode()).digest()

@@ -187,8 +187,10 @@ class ReadAhead:
         self._ends = np.empty(0, np.int64)
         """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
 
-    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Wait until positions `start`..`stop` of an order can be gathered. Raise Stopped if `stop` was called.
+    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int, ranks: int = 1) -> None:
+        """Wait until a rank's positions `start`..`stop` of an order can be gathered, or those of several from it on.
+
+        Raises Stopped if `stop` was called.
 
         The positions follow those of the last call, unless the order or the world is another.
         """
@@ -202,10 +204,9 @@ class ReadAhead:
                 self._source.preload(self._stopping)
             self._order = order
         else:
-            self._prepare_windows(order, start, stop, rank, size)
+            self._prepare_windows(order, start, stop, order.owned(rank, size, ranks))
 
-    def _prepare_windows(self, order: WindowedShuffle, start: int, stop: int, rank: int, size: int) -> None:
-        owned = order.owned(rank, size)
+    def _prepare_windows(self, order: WindowedShuffle, start: int, stop: int, owned: tuple[int, int]) -> None:
         if order is not self._order or owned != self._owned:
             self.release_all()
             self._order, self._owned = order, owned

@@ -32,6 +32,7 @@ from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
     Compression,
+    Consistency,
     DType,
     HandleInvalid,
     OutputType,
@@ -143,6 +144,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         epochs: int = 1,
         shuffle: bool = True,
         seed: int = 0,
+        consistency: Consistency = "trajectory",
+        virtual_workers: int | None = None,
         validation: float | str | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -220,6 +223,10 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         from spark_elastic.ml.keras.callbacks import check_callbacks
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
+        if self._given("consistency") == "exact":
+            raise InvalidSettingsError(
+                "consistency='exact' is not available for Keras models; ElasticTorchEstimator has it. Leave it out"
+            )
         model = self._given("model")
         if not isinstance(model, keras.Model):
             raise InvalidSettingsError(_no_model(model))

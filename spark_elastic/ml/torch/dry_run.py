@@ -14,7 +14,8 @@ import torch
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.torch.engine import objective_of, single_row_norm
+from spark_elastic.ml.torch.batch_norm import single_row_norm
+from spark_elastic.ml.torch.engine import objective_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
@@ -44,7 +45,7 @@ def dry_run(
             )
     common.check_order(training)
     check_one_best(training.callbacks)
-    if training.sync_batch_norm:
+    if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = common.round_trip_pickle(training)
     generator = torch.random.get_rng_state()
@@ -98,6 +99,13 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
         )
     with UserCodeContext("the backward pass", part.rows, seen):
         share.backward()  # type: ignore[no-untyped-call]
+    if training.virtual_workers is not None:
+        for name, param in model.named_parameters():
+            if param.grad is not None and param.grad.is_sparse:
+                raise InvalidSettingsError(
+                    f"the gradient of {name} is sparse, and consistency='exact' adds up dense gradients alone; use "
+                    "sparse=False in torch.nn.Embedding, or consistency='trajectory'"
+                )
     with common.optimizer_errors(optimizer, "parameters"):
         optimizer.step()
     try:

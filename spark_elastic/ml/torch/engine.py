@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
@@ -21,6 +19,8 @@ from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import LABEL, WEIGHT
+from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
+from spark_elastic.ml.torch.exact import ExactSteps
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import StepPlace
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
@@ -39,45 +39,6 @@ TENSORS = "state.pt"
 """The file of a checkpoint with all tensors."""
 
 
-# --- batch normalisation --------------------------------------------------------------------------
-
-
-def synchronise(model: torch.nn.Module) -> None:
-    """Make batch normalisation use the statistics of all workers' rows, in place.
-
-    A batch with one value per channel over all workers is normalised by the running statistics, as `single_row_norm`
-    does for a worker that is alone.
-    """
-    SyncBatchNorm.convert_sync_batchnorm(model)
-    for layer in model.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer.single_value_is_normalised = True
-
-
-@contextmanager
-def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
-    """Let batch normalisation use its running statistics for one value per channel, without updating them.
-
-    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and several
-    rows in another, and the training must not fail in either.
-    """
-    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
-    norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
-    handles = [each.register_forward_pre_hook(_choose_mode) for each in norms if each.running_mean is not None]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for each in norms:
-            each.training = True
-
-
-def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
-    values = args[0]
-    norm.training = values.numel() > values.shape[1]
-
-
 # --- the engine -----------------------------------------------------------------------------------
 
 
@@ -88,8 +49,14 @@ class TorchEngine(Engine):
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
+        exact = training.virtual_workers is not None
+        if exact and self._device.type != "cpu":
+            raise InvalidSettingsError(
+                "consistency='exact' trains on the CPU, and this worker would train on "
+                f"{self._device}; set device='cpu'"
+            )
         model = training.model.to(self._device)
-        if training.sync_batch_norm:
+        if training.sync_batch_norm and not exact:
             synchronise(model)
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
@@ -99,14 +66,16 @@ class TorchEngine(Engine):
         self._maker = BatchMaker(training, self._device)
         self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        distributed = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
-            compression=getattr(hvd.Compression, training.compression),
-            backward_passes_per_step=training.accumulation,
-            op=hvd.Sum,
-        )
-        super().__init__(training, model, distributed, best, metrics)
+        self._exact = ExactSteps(training, model, optimizer, self._objective, metrics, self._maker) if exact else None
+        if not exact:
+            optimizer = hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
+                compression=getattr(hvd.Compression, training.compression),
+                backward_passes_per_step=training.accumulation,
+                op=hvd.Sum,
+            )
+        super().__init__(training, model, optimizer, best, metrics)
         self.gathers = metrics.gathers
         with_grad = [param for _, param, requires_grad in self._named if requires_grad]
         self._params = [param for param in with_grad if id(param) in trained]
@@ -134,14 +103,18 @@ class TorchEngine(Engine):
         self._objective.set_mode(self.model, True)
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
-        self._seed(at.epoch, batch.start)
+        if self._exact is None:
+            self._seed(at.epoch, batch.start)
         self._check_frozen()
         begun = int(at.history[-1]["steps"]) if at.history else 0
         self._objective.begin(self.model, self._place(at, at.step - begun))
         self.optimizer.zero_grad()
         for param in self._others:
             param.grad = None
-        numbers, pieces = self._gradients(batch, stop)
+        if self._exact is None:
+            numbers, pieces = self._gradients(batch, stop)
+        else:
+            numbers, pieces, self._own_loss = self._exact.gradients(batch, at, stop)
         self._apply()
         self.schedule.after_step()
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
@@ -207,8 +180,8 @@ class TorchEngine(Engine):
 
     def _apply(self) -> None:
         """Reduce, clip, and do the optimizer's step."""
-        training, optimizer = self._training, self.optimizer
-        if self._size == 1:
+        training, optimizer, exact = self._training, self.optimizer, self._exact is not None
+        if self._size == 1 and not exact:
             # In a larger world a parameter without a gradient is reduced as zeros; one worker must do the same.
             for param in self._params:
                 if param.grad is None:
@@ -216,12 +189,13 @@ class TorchEngine(Engine):
         if training.clip_norm is None and training.clip_value is None:
             optimizer.step()
             return
-        optimizer.synchronize()
+        if not exact:
+            optimizer.synchronize()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, training.clip_norm)
         if training.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self._params, training.clip_value)
-        with optimizer.skip_synchronize():
+        with nullcontext() if exact else optimizer.skip_synchronize():
             optimizer.step()
 
     def _seed(self, epoch: int, position: int) -> None:
@@ -249,11 +223,23 @@ class TorchEngine(Engine):
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
+    def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+        if self._exact is None:
+            return super().measure_together(batches, before)
+        return self._exact.measure(batches, before, self._validated.epoch)
+
+    def environment(self) -> Mapping[str, str]:
+        return {} if self._exact is None else self._exact.workers.environment
+
+    def compare_environment(self, then: Mapping[str, str]) -> None:
+        if self._exact is not None:
+            self._exact.workers.compare_environment(then)
+
     def _place(self, at: Progress, index: int) -> StepPlace:
         return StepPlace(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
 
     def share_buffers(self) -> None:
-        if self._size > 1 and self._buffers:
+        if self._size > 1 and self._buffers and self._exact is None:
             broadcast_tensors(self._buffers, 0)
 
     def has_local_non_finite_loss(self) -> bool:
@@ -306,7 +292,10 @@ class TorchEngine(Engine):
         return tensors["pieces"], tensors["val_pieces"]
 
     def close(self) -> None:
-        self.optimizer.detach()  # the model may be trained again in this process
+        if self._exact is None:
+            self.optimizer.detach()  # the model may be trained again in this process
+        else:
+            self._exact.workers.close()
 
 
 # --- the training ---------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
     Compression,
+    Consistency,
     DType,
     HandleInvalid,
     OutputType,
@@ -122,6 +123,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         scheduler_monitor: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        consistency: Consistency = "trajectory",
+        virtual_workers: int | None = None,
         validation: float | str | None = None,
         metrics: Mapping[str, Any] | None = None,
         callbacks: Callback | DriverCallback | Sequence[Callback | DriverCallback] | None = None,
@@ -213,6 +216,11 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def _check_together(self) -> None:
         super()._check_together()
         if (step := self._model_step()) is not None:
+            if self._given("consistency") == "exact" and not step.exact:
+                raise InvalidSettingsError(
+                    f"consistency='exact' cannot train {step.name}, which may keep values between its steps that "
+                    "depend on the rows of a worker; use consistency='trajectory', or loss or train_fn"
+                )
             for name in step.decides:
                 if self.isSet(name) and self._given(name) is not None:
                     raise InvalidSettingsError(f"{name} is set, but {step.name} decides it itself; leave it out")

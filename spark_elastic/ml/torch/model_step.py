@@ -104,6 +104,7 @@ class ModelStep(ABC):
         makes_optimizer: `configured` returns an optimizer.
         label_dtype: the type that the model needs for labels that are numbers; None: as in their columns.
         normalised: the loss is not a mean over rows, and `count` is its denominator.
+        exact: a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it.
     """
 
     name = "the model and its loss"
@@ -111,6 +112,7 @@ class ModelStep(ABC):
     makes_optimizer = False
     label_dtype: str | None = None
     normalised = False
+    exact = False
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
         """Return settings of `TorchTraining` that follow from the model and from the number of steps.

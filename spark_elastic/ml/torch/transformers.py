@@ -45,6 +45,7 @@ class ModelLoss(ModelStep):
     decides = ("loss", "loss_weights", "sample_weight_col")
     name = "the model"
     normalised = True
+    exact = True
 
     def __init__(self, labels: Sequence[str], shifted: bool, classes: bool) -> None:
         self._labels, self._shifted, self._classes = tuple(labels), shifted, classes

@@ -9,9 +9,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from spark_elastic.collective.objects import allgather_object
+from spark_elastic.collective.operations import allreduce_
+from spark_elastic.collective.reduction import Sum
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.ml.training.spec import Piece, Progress, Sums
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import Batch
@@ -147,6 +151,23 @@ class Engine(ABC):
     @abstractmethod
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
         """Measure this worker's rows, without a collective. The sums are a new vector."""
+
+    def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+        """Measure the rows of all workers; return their sums added to `before`, and their metric states.
+
+        Raises:
+            HorovodInternalError: A collective failed.
+        """
+        sums, pieces = self.measure(batches)
+        global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
+        return add_sums(before, global_sums), gather_pieces(pieces) if self.gathers else ()
+
+    def environment(self) -> Mapping[str, str]:
+        """Return what the bits of the result depend on besides settings and data, if the training is to be exact."""
+        return {}
+
+    def compare_environment(self, then: Mapping[str, str]) -> None:  # noqa: B027 (nothing depends on it by default)
+        """Warn if a training that is to be exact resumes where its bits may differ from those of its begin."""
 
     @abstractmethod
     def share_buffers(self) -> None:

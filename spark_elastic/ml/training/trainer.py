@@ -21,12 +21,13 @@ import torch
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max, Sum
+from spark_elastic.collective.reduction import Max
+from spark_elastic.collective.shard_sums import shards_of
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.engine import Engine, TrainingState, gather_pieces, host_cores, threads_for
+from spark_elastic.ml.training.engine import Engine, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
@@ -117,11 +118,11 @@ class Trainer:
         at = self.state.at
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
-        self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
+        self.engine.use_threads(self._threads(world.local_size))
         self.engine.enter(world.rank, world.size)
         self.view.clear_requests()
         for reader in self._readers.values():
-            reader.set_world(world.rank, world.size)
+            self._place(reader)
         if not self._begun:
             self._begun = True
             self._checkpoints.begin()
@@ -162,6 +163,19 @@ class Trainer:
         """Rows of a global batch in this world."""
         return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.view.size
 
+    def _threads(self, local_size: int) -> int:
+        if self.training.virtual_workers is not None:  # bits may depend on it, and the world must not decide it
+            return self.training.num_threads or 1
+        return threads_for(self.training.num_threads, host_cores(), local_size)
+
+    def _place(self, reader: BatchReader) -> None:
+        """Let the reader return this worker's rows in the present world."""
+        rank, size, virtual = self.view.rank, self.view.size, self.training.virtual_workers
+        if virtual is None:
+            reader.set_world(rank, size)
+        else:
+            reader.set_parts(shards_of(rank, size, virtual), virtual)
+
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
             training = self.training
@@ -178,6 +192,8 @@ class Trainer:
                 cache_dir=training.cache_dir,
                 cache_bytes=training.cache_bytes,
             )
+            if training.virtual_workers is not None:
+                self._place(self._readers[split])
         return self._readers[split]
 
     # --- train ------------------------------------------------------------------------------------
@@ -267,16 +283,14 @@ class Trainer:
                 yield batch
                 position = batch.stop
 
-        sums, pieces = self.engine.measure(batches())
-        global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
-        all_pieces = gather_pieces(pieces) if self.engine.gathers else ()
+        val_sums, pieces = self.engine.measure_together(batches(), at.val_sums)
         state.at = replace(
             at,
             phase=TrainingPhase.EPOCH_END if position >= rows else TrainingPhase.VALIDATE,
             serial=at.serial + 1,
             val_position=position,
-            val_sums=add_sums(at.val_sums, global_sums),
-            val_pieces=at.val_pieces + all_pieces,
+            val_sums=val_sums,
+            val_pieces=at.val_pieces + pieces,
         )
         state.check_host_updates()
 

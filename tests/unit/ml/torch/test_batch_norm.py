@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spark_elastic.ml.torch.engine import single_row_norm
+from spark_elastic.ml.torch.batch_norm import single_row_norm
 from tests.unit.ml.torch.trainings import ROWS, alone, make_net, make_training
 
 

@@ -1,0 +1,134 @@
+"""The steps and measurements of a training by virtual workers: the same bits for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from spark_elastic.collective.objects import allgather_object
+from spark_elastic.collective.shard_sums import tree_sum
+from spark_elastic.data.reader import Batch
+from spark_elastic.ml.torch.batch_norm import single_row_norm
+from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
+from spark_elastic.ml.torch.model_step import TorchBatch
+from spark_elastic.ml.torch.objective import BatchMaker, Objective
+from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.training.engine import gather_pieces
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
+from spark_elastic.torch.elastic.virtual_workers import VirtualWorkers, align_tensor
+
+_TRAIN, _ROWS, _VALIDATE = range(3)
+"""The last number of the key of a shard's random numbers: of its passes, of `transformation_fn`, of a validation."""
+
+
+class ExactSteps:
+    """Computes each batch shard by shard, see `VirtualWorkers`; a `TorchEngine` applies the gradients."""
+
+    def __init__(
+        self,
+        training: TorchTraining,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        metrics: TorchMetricAccumulator,
+        maker: BatchMaker,
+    ) -> None:
+        assert training.virtual_workers is not None
+        self.workers = VirtualWorkers(
+            training.virtual_workers, model, optimizer, seed=training.seed, threads=training.num_threads or 1
+        )
+        self._training = training
+        self._model = model
+        self._objective, self._metrics, self._maker = objective, metrics, maker
+
+    def gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...], float | None]:
+        """Compute the gradients of a batch.
+
+        Returns:
+            The sums of losses and metrics of the whole batch followed by the stop flag, float64; the metric states that
+            were gathered; and a loss of this worker's own rows that is not finite, if there is one.
+        """
+        model, objective, metrics, workers = self._model, self._objective, self._metrics, self.workers
+        shards = self._parts(batch, (at.epoch, batch.start, _ROWS))
+        counts: Sequence[float] = ()
+        if objective.normalised:
+            table = torch.zeros((workers.count, len(objective)), dtype=torch.float64)
+            for index, parts in shards.items():
+                table[index] = torch.tensor(objective.counts(parts), dtype=torch.float64)
+            counts = tree_sum(workers.gather(table)).tolist()
+        numbers = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
+        pieces: list[Piece] = []
+        key = (at.epoch, batch.start, _TRAIN)
+        computing = workers.compute(_bounds(batch), key, numbers, float(stop))
+        while True:
+            try:
+                shard = next(computing)
+            except StopIteration as end:
+                votes = float(end.value)
+                break
+            for part in shards[shard.index]:
+                with single_row_norm(model, part.rows):
+                    result = objective.forward(model, part)
+                objective.share(result, batch.global_rows, counts).backward()  # type: ignore[no-untyped-call]
+                pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
+        own = workers.own_shards()
+        own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
+        total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
+        return total, gather_pieces(pieces) if metrics.gathers else (), own_loss
+
+    def measure(self, batches: Iterable[Batch], before: Sums, epoch: int) -> tuple[Sums, tuple[Piece, ...]]:
+        """Measure batches of a validation; see `Engine.measure_together`."""
+        metrics, workers = self._metrics, self.workers
+        tables: list[torch.Tensor] = []
+        pieces: list[tuple[int, int, Piece]] = []
+        with torch.no_grad(), workers.buffers_kept() as put_back:
+            for number, batch in enumerate(batches):
+                table = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
+                for index, parts in self._parts(batch, (epoch, batch.start, _VALIDATE)).items():
+                    put_back()
+                    for part in parts:
+                        result = self._objective.forward(self._model, part)
+                        pieces.append((number, index, metrics.measure(result, part.rows, table[index])))
+                tables.append(table)
+        sums = before
+        if tables:
+            for table in workers.gather(torch.stack(tables)):
+                sums = add_sums(sums, tree_sum(table).numpy())
+        if not metrics.gathers:
+            return sums, ()
+        everyones = [each for own in allgather_object(pieces) for each in own]
+        return sums, tuple(piece for *_, piece in sorted(everyones, key=lambda each: each[:2]))
+
+    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[TorchBatch]]:
+        """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
+        found = {}
+        for index, (first, last) in zip(self.workers.own_shards(), _bounds(batch), strict=True):
+            if first == last:
+                continue
+            rows = {name: values[first:last] for name, values in batch.tensors.items()}
+            self.workers.seed_shard(key, index)
+            parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
+            found[index] = [_aligned(part) for part in parts]
+        return found
+
+
+def _bounds(batch: Batch) -> list[tuple[int, int]]:
+    """Return where the rows of each of this worker's shards begin and end among its rows."""
+    bounds, at = [], 0
+    for rows in batch.parts:
+        bounds.append((at, at + rows))
+        at += rows
+    return bounds
+
+
+def _aligned(part: TorchBatch) -> TorchBatch:
+    """Return the batch with tensors that begin where torch would allocate them, see `align_tensor`."""
+    tensors = {id(each): align_tensor(each) for each in part.tensors.values() if isinstance(each, torch.Tensor)}
+    return TorchBatch(
+        tuple(tensors.get(id(each), each) for each in part.inputs),
+        tuple(tensors.get(id(each), each) for each in part.labels),
+        None if part.weights is None else tensors.get(id(part.weights), part.weights),
+        part.rows,
+        {name: tensors.get(id(each), each) for name, each in part.tensors.items()},
+    )

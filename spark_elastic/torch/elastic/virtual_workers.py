@@ -1,0 +1,418 @@
+"""Virtual workers: a training whose result has the same bits for any number of real workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import random
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spark_elastic.collective.objects import allgather_object
+from spark_elastic.collective.shard_sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
+from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.errors import UsageError
+from spark_elastic.torch.elastic.shard_buffers import ShardBuffers
+from spark_elastic.torch.optimizer import DistributedOptimizerMixin
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+
+log = logging.getLogger("spark_elastic.torch")
+
+Environment = dict[str, str]
+
+
+class VirtualShard:
+    """The part of a batch that one virtual worker computes.
+
+    Attributes:
+        index: The number of the virtual worker.
+        start: The position of its first row in the batch.
+        stop: The position behind its last row.
+    """
+
+    def __init__(self, index: int, start: int, stop: int, names: Mapping[str, int], numbers: torch.Tensor) -> None:
+        self.index, self.start, self.stop = index, start, stop
+        self.numbers = numbers
+        self._names = names
+
+    @property
+    def rows(self) -> slice:
+        """The slice of the batch that has this shard's rows."""
+        return slice(self.start, self.stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def add(self, name: str, value: float | torch.Tensor) -> None:
+        """Add a number to the sum of that name over all shards, see `VirtualWorkers.sums`."""
+        if name not in self._names:
+            raise UsageError(
+                f"{name!r} is not one of the sums of these virtual workers ({', '.join(self._names) or 'none'}); name "
+                "it in virtual_workers(..., sums=[...]), which is the same on all workers"
+            )
+        self.numbers[self._names[name]] += float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+class VirtualWorkers:
+    """Computes each batch in a fixed number of shards, of which each worker of the present world computes some.
+
+    Made by `hvd.elastic.virtual_workers`, which describes the arguments. Put it into the `TorchState` and into your own
+    checkpoints (`state_dict`): it warns when a training continues where its bits may differ.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        seed: int = 0,
+        threads: int = 1,
+        sums: Iterable[str] = (),
+    ) -> None:
+        if count < 1 or threads < 1:
+            raise UsageError(f"virtual workers and threads must be at least 1, not {count} and {threads}")
+        _check(model, optimizer)
+        self.count, self.seed, self.threads = count, seed, threads
+        self.sums: dict[str, float] = {}
+        """The sums of the numbers that the shards of the last batch have added, by name, the same on all workers."""
+        self._names = {name: place for place, name in enumerate(sums)}
+        self._model, self._optimizer = model, optimizer
+        self._reduction = ShardReduction(
+            count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._compare_environments
+        )
+        self._buffers = ShardBuffers(model, self._reduction.gather)
+        self._reduced = False
+        """The gradients are those of a whole batch that no step has used yet."""
+        self._hooks = _guard(optimizer, self)
+        align(model)
+        self._use_threads()
+        self.environment = environment(threads)
+        """What the bits of the result depend on besides the program and its data."""
+        self._warned: set[str] = set()
+
+    # --- one batch ------------------------------------------------------------------------------------
+
+    def shards(self, rows: int, step: int) -> Generator[VirtualShard]:
+        """Return this worker's shards of a batch, one after another; go through all of them.
+
+        Call `backward` for each with its share of the batch's loss: the sum over its rows / `rows`. At the end of the
+        iteration, which waits for the other workers, `param.grad` is the gradient of the whole batch and `sums` has the
+        sums. With `torch.no_grad()`, only the sums are computed, and buffers keep their values.
+
+        While a shard is computed, random numbers of torch, numpy and `random` are those of (seed, step, shard); after
+        the last one, those of (seed, step).
+
+        Args:
+            rows: The rows of the batch; shards are empty, and left out, if there are fewer than virtual workers.
+            step: The number of the step, which must be the same on all workers, and again if the step is made again.
+
+        Raises:
+            HorovodInternalError: A peer is gone. Nothing was changed.
+            UsageError: A gradient is sparse, or shards have changed a buffer in ways that cannot be combined.
+        """
+        bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
+        numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
+        yield from self.compute(bounds, (step,), numbers)
+        totals = tree_sum(numbers).tolist()
+        self.sums = {name: totals[place] for name, place in self._names.items()}
+
+    def compute(
+        self, bounds: Sequence[tuple[int, int]], key: tuple[int, ...], numbers: torch.Tensor, vote: float = 0.0
+    ) -> Generator[VirtualShard, None, float]:
+        """Return this worker's shards as `shards` does, with any bounds.
+
+        Args:
+            bounds: Where each of this worker's shards begins and ends.
+            key: The place of the step in the training.
+            numbers: A matrix of float64, a row for each shard: those of this worker's shards are filled by the caller,
+                and all of them afterwards.
+            vote: A whole number, for example of workers that want to stop.
+
+        Returns:
+            The sum of all workers' `vote`.
+        """
+        self._reduced = False
+        self._use_threads()
+        trains = torch.is_grad_enabled()
+        params = self._params() if trains else []
+        has_buffers = (width := self._buffers.begin_step()) > 0
+        width = width if trains else 0
+        matrix = torch.zeros((self.count, 1 + numbers.shape[1] + width), dtype=torch.float64)
+        sums = self._reduction.partial_sums()
+        self._drop_gradients()
+        try:
+            for index, (start, stop) in zip(self._reduction.shards(), bounds, strict=True):
+                if start == stop:
+                    sums.add(None)
+                    continue
+                if has_buffers:
+                    self._buffers.begin_shard()
+                self.seed_shard(key, index)
+                yield VirtualShard(index, start, stop, self._names, numbers[index])
+                sums.add(self._taken(params) if trains else [])
+                matrix[index, 0] = 1.0
+                matrix[index, 1 : 1 + numbers.shape[1]] = numbers[index]
+                if width:
+                    matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
+            vote = self._exchange(params, sums, matrix, vote)
+            numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
+            if width:
+                present = [index for index in range(self.count) if matrix[index, 0]]
+                self._buffers.combine(matrix[:, 1 + numbers.shape[1] :], present)
+            elif has_buffers:
+                self._buffers.put_back()
+        except BaseException:
+            self._drop_gradients()
+            if has_buffers:
+                self._buffers.put_back()
+            raise
+        self._drop_gradients(keep=params)
+        self._reduced = trains
+        self.seed_shard(key, self.count)
+        return vote
+
+    def seed_shard(self, key: tuple[int, ...], index: int) -> None:
+        """Seed the generators of torch, numpy and `random` for one shard of the step with this key."""
+        seed = derived_key(self.seed, *key, index)
+        torch.default_generator.manual_seed(seed >> 1)
+        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+        random.seed(seed)
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[Callable[[], None]]:
+        """Return a context that puts the model's buffers back at its end, and a function that does so at once."""
+        self._buffers.begin_step()
+        try:
+            yield self._buffers.put_back
+        finally:
+            self._buffers.put_back()
+
+    def gather(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Give all workers the rows of a float64 tensor that each has filled for its own shards, in place."""
+        return self._reduction.gather(numbers)
+
+    def own_shards(self) -> range:
+        """Return the shards that this worker computes in the present world."""
+        return self._reduction.shards()
+
+    def close(self) -> None:
+        """Detach from the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _use_threads(self) -> None:
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"] if param.requires_grad]
+
+    def _drop_gradients(self, keep: Sequence[torch.Tensor] = ()) -> None:
+        """Drop gradients, also those of parameters that the optimizer does not have: they differ between workers."""
+        kept = {id(param) for param in keep}
+        for param in (*self._model.parameters(), *self._params()):
+            if id(param) not in kept:
+                param.grad = None
+
+    def _taken(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of a shard, zeros where there is none, and take them from the parameters."""
+        gradients = []
+        for param in params:
+            gradient, param.grad = param.grad, None
+            if gradient is not None and gradient.is_sparse:
+                raise UsageError(
+                    f"a gradient is sparse (of a parameter of shape {list(param.shape)}); virtual workers add up dense "
+                    "gradients alone: use sparse=False in torch.nn.Embedding"
+                )
+            gradients.append(torch.zeros_like(param) if gradient is None else gradient.detach())
+        return gradients
+
+    def _exchange(self, params: Sequence[torch.Tensor], sums: PartialSums, matrix: torch.Tensor, vote: float) -> float:
+        vector = torch.cat([matrix.view(-1), torch.tensor([vote], dtype=torch.float64)])
+        results = self._reduction.exchange(params, sums, vector)
+        matrix.copy_(vector[:-1].view(matrix.shape))
+        for param, result in zip(params, results, strict=True):
+            param.grad = result
+        return float(vector[-1])
+
+    # --- what the bits depend on ------------------------------------------------------------------------
+
+    def _compare_environments(self) -> None:
+        everyone = allgather_object(self.environment)
+        for rank, other in enumerate(everyone):
+            different = differences(everyone[0], other)
+            if different and different not in self._warned:
+                self._warned.add(different)
+                log.warning(
+                    "the result may depend on which worker computes which shard: rank %d differs from rank 0: %s. Use "
+                    "machines and versions that are alike",
+                    rank,
+                    different,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of virtual workers, the seed, and what the bits of the result depend on."""
+        return {"count": self.count, "seed": self.seed, "environment": dict(self.environment)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare with the state of the training that is continued, and warn if bits may differ from now on.
+
+        Raises:
+            UsageError: The number of virtual workers or the seed differs: the result would be another.
+        """
+        for name, now in (("count", self.count), ("seed", self.seed)):
+            if state[name] != now:
+                raise UsageError(
+                    f"the training was begun with {name}={state[name]} of its virtual workers, and {name} is {now} "
+                    "now, which gives another result; use the same"
+                )
+        self.compare_environment(state["environment"])
+
+    def compare_environment(self, then: Mapping[str, str]) -> None:
+        """Warn of what differs between the environment in which the training was begun and the present one."""
+        different = differences(then, self.environment)
+        if different and different not in self._warned:
+            self._warned.add(different)
+            log.warning(
+                "from here on, the result may differ in some bits from that of an uninterrupted training: %s", different
+            )
+
+
+def virtual_workers(
+    count: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    seed: int = 0,
+    threads: int = 1,
+    sums: Iterable[str] = (),
+) -> VirtualWorkers:
+    """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
+
+    ::
+
+        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
+
+        for shard in workers.shards(len(batch), step=state.step):
+            rows = batch[shard.rows]
+            loss = cross_entropy(model(features[rows]), labels[rows], reduction="sum") / len(batch)
+            loss.backward()
+            shard.add("loss", loss)
+        optimizer.step()
+
+    Args:
+        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
+            have nothing to compute.
+        model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
+        optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
+        seed: The seed of the shards' random numbers.
+        threads: The number of torch's threads in this process from now on. Bits may depend on it.
+        sums: The names of numbers that shards `add`.
+
+    Raises:
+        UsageError: The model or the optimizer cannot be used so.
+    """
+    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums)
+
+
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, DistributedOptimizerMixin):
+        raise UsageError(
+            "virtual workers need the optimizer itself, not a DistributedOptimizer, whose sums depend on the number of "
+            "workers"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS evaluates the loss several times a step, which virtual workers do not allow")
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.device.type != "cpu":
+            raise UsageError(
+                f"{name} of the model is on {value.device}; virtual workers compute on the CPU: the bits of a GPU's "
+                "sums are not guaranteed"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+            raise UsageError(
+                f"{name} is a SyncBatchNorm, whose statistics are those of the real workers' rows; use BatchNorm: "
+                "virtual workers take the statistics of each shard"
+            )
+
+
+def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[Any]:
+    """Refuse a step of the optimizer without the gradients of a whole batch."""
+    owner = weakref.ref(workers)
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = owner()
+        if found is None:
+            return
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise UsageError("optimizer.step() with a closure evaluates the loss again; call it without one")
+        if not found._reduced:
+            raise UsageError(
+                "optimizer.step() without the gradients of a whole batch: go through all of workers.shards(...) before "
+                "each step"
+            )
+
+    def after(*_: Any) -> None:
+        found = owner()
+        if found is not None:
+            found._reduced = False
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def align(model: torch.nn.Module) -> None:
+    """Move parameters and buffers to memory as torch allocates it: bits may depend on where a tensor begins."""
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            data = value.data
+            if (aligned := align_tensor(data)) is not data:
+                value.data = aligned
+
+
+def align_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy of it if it does not begin at a multiple of 64 bytes."""
+    return tensor.clone() if tensor.numel() and tensor.data_ptr() % ALIGNMENT_BYTES else tensor
+
+
+# --- the environment ----------------------------------------------------------------------------------
+
+_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
+
+
+def environment(threads: int) -> Environment:
+    """Return what the bits of a computation depend on besides the program and its data."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor(),
+        "threads": str(threads),
+        "MKL": str(torch.backends.mkl.is_available()),
+        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "subnormal numbers": "kept" if float(torch.tensor(1e-310, dtype=torch.float64) + 0.0) else "flushed to zero",
+        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return in words what differs between two environments; "" if nothing does."""
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} is {now.get(name, 'not set')}, and was {then.get(name, 'not set')}" for name in names)

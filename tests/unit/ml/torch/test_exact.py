@@ -1,0 +1,220 @@
+"""Trainings with consistency="exact": the same bits in every world, through kills and after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.torch.spec import MODEL_FILE
+from spark_elastic.ml.training.spec import CHECKPOINTS
+from tests.unit.ml.in_worlds import Telling, kill_and_add
+from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch.estimators import estimator, make_set
+from tests.unit.torch.exact_loops import digest
+from tests.unit.worlds import WorldDriver
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dropout, batch normalisation, momentum, clipping": {"dropout": 0.3, "norm": True, "clip_norm": 0.1},
+    "Adam, a schedule by step, parts": {
+        "dropout": 0.3,
+        "optimizer": trainings.adam,
+        "lr_scheduler": trainings.less_every_step,
+        "scheduler_interval": "step",
+        "accumulation": 2,
+    },
+    "float32, a schedule by metric, class weights, gathered metrics": {
+        "float32": True,
+        "norm": True,
+        "loss": nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0])),
+        "lr_scheduler": trainings.plateau,
+        "metrics": {"by_class": trainings.SumMetric(), "outputs": trainings.ListMetric()},
+    },
+    "windows of rows, one row in some shards": {
+        "order": "lanes",
+        "batch_size": 67,
+        "norm": True,
+        "epochs": 2,
+    },
+}
+
+
+def make(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> Any:
+    settings = {**VARIANTS[variant], **more}
+    net = trainings.make_net(dropout=settings.pop("dropout", 0.0), norm=settings.pop("norm", False))
+    if settings.pop("float32", False):
+        net, data = net.float(), data.parent / "float32"
+    return trainings.make_training(data, folder, model=net, virtual_workers=virtual, **settings)
+
+
+def outcome(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> str:
+    """The hash of the history, the weights and buffers, and of all that the last checkpoint has."""
+    training = make(data, folder, variant, virtual, **more)
+    result = trainings.outcome(training)
+    result = {name: each for name, each in result.items() if name not in ("size", "caused_divergence")}
+    model = torch.load(folder / MODEL_FILE, weights_only=True)
+    return digest(json.dumps(result, sort_keys=True, default=str), model)
+
+
+def alone(*args: Any, **more: Any) -> str:
+    import spark_elastic.torch as hvd
+
+    threads = torch.get_num_threads()
+    try:
+        return outcome(*args, **more)
+    finally:
+        hvd.shutdown()
+        torch.set_num_threads(threads)
+
+
+def optimizer_of(folder: Path) -> str:
+    """The hash of the optimizer's state in the last checkpoint."""
+    checkpoints = Checkpoints(trainings.Store.create(folder).sub(CHECKPOINTS))
+    found = checkpoints.load(checkpoints.latest().name)
+    (file,) = found.files.values()
+    return digest(trainings_state(file)["optimizer"])
+
+
+def trainings_state(file: bytes) -> Any:
+    from spark_elastic.ml.torch.serialization import from_bytes
+
+    return from_bytes(file)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    trainings.make_set(folder / "float32", float32=True)
+    trainings.make_set(folder / "set")
+    return folder / "set"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_number_of_workers_changes_no_bit(variant, sets, tmp_path):
+    virtual = 5 if "windows" in variant else 4
+    expected = alone(sets, tmp_path / "1", variant, virtual)
+    optimizer = optimizer_of(tmp_path / "1")
+    assert alone(sets, tmp_path / "again", variant, virtual) == expected
+    for size in (2, 3, 4):
+        folder = tmp_path / str(size)
+        with WorldDriver(start_with=size) as driver:
+            driver.start(outcome, sets, folder, variant, virtual, count=size)
+            assert driver.results(size) == [expected] * size, f"{size} workers"
+        assert optimizer_of(folder) == optimizer
+
+
+def telling(data: Path, folder: Path, variant: str, virtual: int) -> str:
+    return outcome(data, folder, variant, virtual, callbacks=[Telling()])
+
+
+def storm(seed: int, sets: Path, folder: Path, expected: dict[tuple[str, int], str]) -> None:
+    kind = list(VARIANTS)[seed % len(VARIANTS)], [2, 4, 3, 8][seed % 4]
+    if kind not in expected:
+        expected[kind] = alone(sets, folder / "alone", *kind)
+    start = (telling, sets, folder / "killed", *kind)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(*start, count=3)
+        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
+        for result in driver.results(1):
+            assert result == expected[kind], f"schedule {seed}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_and_arrivals_change_no_bit(seed, sets, tmp_path):
+    storm(seed, sets, tmp_path, {})
+
+
+@pytest.mark.soak
+def test_a_hundred_schedules_of_kills_and_arrivals_change_no_bit(sets, tmp_path):
+    """SOAK_SEED: the first schedule; SOAK_SCHEDULES: their number."""
+    expected: dict[tuple[str, int], str] = {}
+    first = int(os.environ.get("SOAK_SEED", "100"))
+    for seed in range(first, first + int(os.environ.get("SOAK_SCHEDULES", "100"))):
+        storm(seed, sets, tmp_path / str(seed), expected)
+        print(f"schedule {seed} ok", flush=True)
+
+
+def resumed(data: Path, folder: Path, variant: str, name: str) -> str:
+    return outcome(data, folder, variant, 4, resume_from=name)
+
+
+def test_resume_with_another_number_of_workers_changes_no_bit(sets, tmp_path, caplog):
+    variant = next(iter(VARIANTS))
+    expected = alone(sets, tmp_path / "whole", variant, 4)
+    checkpoints = Checkpoints(trainings.Store.create(tmp_path / "whole").sub(CHECKPOINTS))
+    first = checkpoints.complete()[0]
+    assert first.epoch == 1
+    with WorldDriver(start_with=3) as driver:
+        driver.start(resumed, sets, tmp_path / "whole", variant, first.name, count=3)
+        assert driver.results(3) == [expected] * 3
+
+
+def test_resume_with_other_threads_is_a_warning_and_with_other_shards_an_error(sets, tmp_path, caplog):
+    variant = next(iter(VARIANTS))
+    alone(sets, tmp_path, variant, 4)
+    name = Checkpoints(trainings.Store.create(tmp_path).sub(CHECKPOINTS)).complete()[0].name
+    with pytest.raises(Exception, match="virtual_workers=4, but virtual_workers is 2"):
+        alone(sets, tmp_path, variant, 2, resume_from=name)
+    alone(sets, tmp_path, variant, 4, resume_from=name, num_threads=2)
+    assert "threads is 2, and was 1" in caplog.text
+
+
+# --- the estimator ------------------------------------------------------------------------------------
+
+
+def test_estimator_trains_in_as_many_shards_as_it_may_have_workers(tmp_path):
+    dataset = make_set(tmp_path / "set")
+    made = estimator(store=str(tmp_path), consistency="exact", max_num_proc=3)
+    made.from_dataset_path(dataset)
+    assert made.training.virtual_workers == 3
+    made = estimator(store=str(tmp_path), consistency="exact", virtual_workers=6)
+    made.from_dataset_path(dataset)
+    assert made.training.virtual_workers == 6
+    made = estimator(store=str(tmp_path))
+    made.from_dataset_path(dataset)
+    assert made.training.virtual_workers is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"consistency": "off"}, "'off' does not exist"),
+        ({"consistency": "exactly"}, "consistency"),
+        ({"virtual_workers": 4}, "without consistency='exact'"),
+        ({"consistency": "exact", "batch_size": None, "per_worker_batch_size": 8}, "per_worker_batch_size=8"),
+        ({"consistency": "exact", "gradient_compression": "fp16"}, "gradient_compression='fp16'"),
+        ({"consistency": "exact", "sync_batch_norm": True}, "sync_batch_norm=True"),
+        ({"consistency": "exact", "num_proc": None, "run_options": None}, "needs virtual_workers"),
+    ],
+)
+def test_settings_that_contradict_it_are_refused(changes, said):
+    with pytest.raises(InvalidSettingsError, match=said):
+        estimator(**changes)._check_complete(from_columns=False)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(10, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x.abs().long().clamp(max=9))
+
+
+def test_sparse_gradients_are_refused_before_any_worker_starts(tmp_path):
+    dataset = Dataset.open(make_set(tmp_path / "set").store.url)
+    model = Words()
+    made = estimator(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), store=str(tmp_path), consistency="exact"
+    )
+    with pytest.raises(InvalidSettingsError, match=r"gradient of words.weight is sparse"):
+        made.from_dataset_path(dataset)

@@ -1,0 +1,253 @@
+"""Loops with virtual workers: the same bits in worlds of any size, through kills, arrivals and a resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import UsageError
+from tests.unit.ml.in_worlds import kill_and_add
+from tests.unit.torch.exact_bugs import BUGS, train_with
+from tests.unit.torch.exact_loops import optimizers, train
+from tests.unit.world_link import tell
+from tests.unit.worlds import WorldDriver
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    hvd.shutdown()
+    torch.set_num_threads(threads)
+
+
+def in_one(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return train(*args, **kwargs)
+    finally:
+        hvd.shutdown()
+
+
+def train_slowly(*args: Any, **kwargs: Any) -> Any:
+    return train(*args, after_step=lambda step: tell("step", step), **kwargs)
+
+
+def test_two_runs_have_the_same_bits_and_another_seed_has_others():
+    assert in_one(4) == in_one(4)
+    assert in_one(4)[0] != in_one(3)[0]
+
+
+@pytest.mark.parametrize(("virtual", "optimizer"), [(4, "momentum"), (3, "adam"), (1, "momentum")])
+def test_the_number_of_workers_changes_no_bit(virtual, optimizer):
+    expected = in_one(virtual, optimizer)
+    for size in (2, 3, 4):
+        with WorldDriver(start_with=size) as driver:
+            driver.start(train, virtual, optimizer, count=size)
+            assert all(result == expected for result in driver.results(size)), f"{size} workers"
+
+
+def storm(seed: int, virtual: int, optimizer: str, expected: Any) -> None:
+    with WorldDriver(start_with=3) as driver:
+        start = (train_slowly, virtual, optimizer)
+        driver.start(*start, count=3)
+        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
+        for result in driver.results(1):
+            assert result == expected, f"schedule {seed}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_and_arrivals_change_no_bit(seed):
+    virtual, optimizer = [2, 4, 5][seed % 3], list(optimizers())[seed % 2]
+    storm(seed, virtual, optimizer, in_one(virtual, optimizer))
+
+
+@pytest.mark.soak
+def test_a_hundred_schedules_of_kills_and_arrivals_change_no_bit():
+    """SOAK_SEED: the first schedule; SOAK_SCHEDULES: their number."""
+    expected: dict[tuple[int, str], Any] = {}
+    first = int(os.environ.get("SOAK_SEED", "100"))
+    for seed in range(first, first + int(os.environ.get("SOAK_SCHEDULES", "100"))):
+        kind = [2, 3, 4, 5, 8][seed % 5], list(optimizers())[seed % 2]
+        if kind not in expected:
+            expected[kind] = in_one(*kind)
+        storm(seed, *kind, expected[kind])
+        print(f"schedule {seed}: {kind} ok", flush=True)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_planted_bug_is_noticed(bug):
+    expected = in_one(5)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train_with, bug, 5, count=3)
+        results = driver.results(3)
+    assert any(result != expected for result in results)
+
+
+def test_planted_bugs_are_noticed_because_of_the_bug():
+    expected = in_one(5)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train_with, None, 5, count=3)
+        assert driver.results(3) == [expected] * 3
+
+
+def resumed(virtual: int, saved: Any) -> Any:
+    return train(virtual, saved=saved)
+
+
+def test_a_resume_with_another_number_of_workers_changes_no_bit():
+    _, saved = in_one(4, stop_at=7)
+    with WorldDriver(start_with=2) as driver:
+        driver.start(resumed, 4, saved, count=2)
+        assert driver.results(2) == [in_one(4)] * 2
+
+
+# --- batch normalisation ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_one_shard_after_another(momentum):
+    hvd.init()
+    torch.manual_seed(1)
+    x = torch.randn(24, 5) * 3 + 1
+    norm, expected = (nn.BatchNorm1d(5, momentum=momentum) for _ in range(2))
+    workers = hvd.elastic.virtual_workers(4, norm, torch.optim.SGD(norm.parameters(), lr=0.0))
+    for step in range(3):
+        for shard in workers.shards(24, step):
+            norm(x[shard.rows]).square().sum().backward()
+        for part in x.split(6):
+            expected(part)
+    assert norm.num_batches_tracked == expected.num_batches_tracked == 12
+    assert torch.allclose(norm.running_mean, expected.running_mean, rtol=1e-5)
+    assert torch.allclose(norm.running_var, expected.running_var, rtol=1e-5)
+
+
+class Remembers(nn.Module):
+    """Keeps a value of its last rows in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.mean().detach().reshape(1)
+        return self.layer(x)
+
+
+def test_a_buffer_that_no_rule_combines_is_reported_by_its_name():
+    hvd.init()
+    model = Remembers()
+    workers = hvd.elastic.virtual_workers(2, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="buffer seen"):  # noqa: PT012
+        for shard in workers.shards(8, 0):
+            model(torch.arange(24.0).reshape(8, 3)[shard.rows]).sum().backward()
+    assert model.seen.item() == 0.0
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_step_without_the_whole_batch_is_refused():
+    hvd.init()
+    model, optimizer = linear()
+    workers = hvd.elastic.virtual_workers(4, model, optimizer)
+    with pytest.raises(UsageError, match="whole batch"):
+        optimizer.step()
+    for shard in workers.shards(8, 0):
+        model(torch.ones(len(shard), 3)).sum().backward()
+        break
+    with pytest.raises(UsageError, match="whole batch"):
+        optimizer.step()
+    for shard in workers.shards(8, 0):
+        model(torch.ones(len(shard), 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="whole batch"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused():
+    hvd.init()
+    model = nn.Embedding(5, 2, sparse=True)
+    workers = hvd.elastic.virtual_workers(2, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="sparse=False"):  # noqa: PT012
+        for shard in workers.shards(4, 0):
+            model(torch.arange(len(shard))).sum().backward()
+
+
+def test_optimizers_and_layers_that_depend_on_the_world_are_refused():
+    hvd.init()
+    model, optimizer = linear()
+    with pytest.raises(UsageError, match="DistributedOptimizer"):
+        hvd.elastic.virtual_workers(2, model, hvd.DistributedOptimizer(optimizer))
+    with pytest.raises(UsageError, match="LBFGS"):
+        hvd.elastic.virtual_workers(2, model, torch.optim.LBFGS(model.parameters()))
+    norm = nn.Sequential(hvd.SyncBatchNorm(3))
+    with pytest.raises(UsageError, match="0 is a SyncBatchNorm"):
+        hvd.elastic.virtual_workers(2, norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="at least 1"):
+        hvd.elastic.virtual_workers(0, model, optimizer)
+
+
+def test_a_sum_that_was_not_named_is_refused():
+    hvd.init()
+    model, optimizer = linear()
+    workers = hvd.elastic.virtual_workers(2, model, optimizer, sums=["loss"])
+    with pytest.raises(UsageError, match="'los' is not one of"):  # noqa: PT012
+        for shard in workers.shards(4, 0):
+            shard.add("los", 1.0)
+
+
+# --- the environment ----------------------------------------------------------------------------------
+
+
+def test_a_resume_in_another_environment_is_a_warning_that_says_what_differs(caplog):
+    hvd.init()
+    workers = hvd.elastic.virtual_workers(2, *linear())
+    state = workers.state_dict()
+    state["environment"] = {**state["environment"], "torch": "1.0", "threads": "7"}
+    with caplog.at_level(logging.WARNING):
+        workers.load_state_dict(state)
+        workers.load_state_dict(state)
+    assert len(caplog.records) == 1
+    assert f"torch is {torch.__version__}, and was 1.0, threads is 1, and was 7" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "other"), [("count", 3), ("seed", 5)])
+def test_a_resume_with_other_virtual_workers_is_refused(name, other):
+    hvd.init()
+    workers = hvd.elastic.virtual_workers(2, *linear())
+    with pytest.raises(UsageError, match=f"{name}={other}"):
+        workers.load_state_dict({**workers.state_dict(), name: other})
+
+
+def test_the_number_of_threads_is_fixed():
+    hvd.init()
+    torch.set_num_threads(2)
+    workers = hvd.elastic.virtual_workers(2, *linear())
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    with torch.no_grad():
+        for _ in workers.shards(4, 0):
+            assert torch.get_num_threads() == 1
+
+
+def test_shards_without_rows_are_left_out():
+    hvd.init()
+    workers = hvd.elastic.virtual_workers(4, *linear(), sums=["rows"])
+    with torch.no_grad():
+        for shard in workers.shards(3, 0):
+            shard.add("rows", len(shard))
+    assert workers.sums == {"rows": 3.0}
