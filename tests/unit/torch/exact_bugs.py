@@ -54,10 +54,10 @@ BUGS = (
         "as_bytes(functools.reduce(torch.add, reversed(received)))",
     ),
     Bug(
-        "a member adds its own shards up first",
+        "partial sums are taken for those of other shards",
         _SUMS,
-        "        return within(left) + within(right)\n",
-        "        return [(max(node[0], shards.start), min(node[1], shards.stop))]\n",
+        "for node in each), received, strict=True))",
+        "for node in each), received.flip(0), strict=True))",
     ),
     Bug(
         "buffers are left out",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import spark_elastic.torch as hvd
 from spark_elastic.collective.shard_sums import PartialSums, ShardReduction, partials_of, rows_of, shards_of, tree_sum
 from spark_elastic.errors import MismatchError
+from tests.unit.torch.exact_loops import digest
 from tests.unit.worlds import WorldDriver
 
 counts = st.integers(1, 40)
@@ -58,8 +59,8 @@ def test_one_member_adds_up_in_the_order_of_the_tree(count):
 KINDS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
-def summed(count: int) -> list[list[int]]:
-    """The bits of the sums of four types, in this world; shard 2 is empty."""
+def summed(count: int) -> str:
+    """The hash of the sums of four types, in this world; shard 2 is empty."""
     hvd.init()
     reduction = ShardReduction(count)
     like = [torch.empty((3, 4, 5, 5), dtype=kind).to(memory_format=torch.channels_last) for kind in KINDS]
@@ -75,10 +76,10 @@ def summed(count: int) -> list[list[int]]:
     assert numbers.tolist() == [0.1, 0.0, 0.0]
     assert all(each.stride() == result.stride() for each, result in zip(like, results, strict=True))
     assert all(result.data_ptr() % 64 == 0 for result in results)
-    return [result.contiguous().view(torch.uint8).flatten().tolist() for result in results]
+    return digest(results)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("count", [2, 5])
 def test_sums_have_the_same_bits_in_every_world(count):
     expected = summed(count)
     hvd.shutdown()
