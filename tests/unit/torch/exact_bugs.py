@@ -57,7 +57,7 @@ BUGS = (
         "partial sums are taken for those of other shards",
         _SUMS,
         "for node in each), received, strict=True))",
-        "for node in each), received.flip(0), strict=True))",
+        "for node in each), received.roll(1, 0), strict=True))",
     ),
     Bug(
         "buffers are left out",
