@@ -20,7 +20,7 @@ from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import global_process_set
 from spark_elastic.collective.reduction import Sum
-from spark_elastic.errors import HorovodInternalError
+from spark_elastic.errors import HorovodInternalError, OutsideLoopError
 
 ALIGNMENT_BYTES = 64
 """Results begin at a multiple of this: kernels may compute other bits of a tensor that begins elsewhere."""
@@ -245,6 +245,7 @@ class ShardReduction:
         Raises:
             HorovodInternalError: A peer is gone. `in_reduction` is set: nothing was changed.
             MismatchError: Settings or shapes differ between the members.
+            OutsideLoopError: This process is in no world yet.
         """
         assert sums.complete
         try:
@@ -280,6 +281,11 @@ class ShardReduction:
         group = global_process_set.group()
         if group is None:
             self._group = None
+            if (size := process.require().size) > 1:
+                raise OutsideLoopError(
+                    f"this worker has its shards of a batch, and reaches none of the other {size - 1} workers yet; go "
+                    "through the shards in the function decorated with hvd.elastic.run, and not in a reset callback"
+                )
             return None
         if group is not self._group:
             agree(group, "virtual workers", f"{self.count} shards, {self._about}")

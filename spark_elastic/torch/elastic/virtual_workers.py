@@ -248,7 +248,7 @@ class VirtualWorkers:
     def _compare_environments(self) -> None:
         everyone = allgather_object(self.environment)
         for rank, other in enumerate(everyone):
-            different = differences(everyone[0], other)
+            different = differences(everyone[0], other, was="there it is")
             if different and different not in self._warned:
                 self._warned.add(different)
                 log.warning(
@@ -412,7 +412,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def differences(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return in words what differs between two environments; "" if nothing does."""
+def differences(then: Mapping[str, str], now: Mapping[str, str], was: str = "was") -> str:
+    """Return in words what differs between two environments, with `was` before the first one's; "" if nothing does."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} is {now.get(name, 'not set')}, and was {then.get(name, 'not set')}" for name in names)
+    return ", ".join(f"{name} is {now.get(name, 'not set')}, and {was} {then.get(name, 'not set')}" for name in names)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import UsageError
+from spark_elastic.collective.process import Position, process
+from spark_elastic.errors import OutsideLoopError, UsageError
 from tests.unit.ml.in_worlds import kill_and_add
 from tests.unit.torch.exact_bugs import BUGS, train_with
 from tests.unit.torch.exact_loops import optimizers, train
@@ -203,6 +204,14 @@ def test_optimizers_and_layers_that_depend_on_the_world_are_refused():
         hvd.elastic.virtual_workers(0, model, optimizer)
 
 
+def test_shards_before_the_elastic_loop_of_a_running_job_are_refused():
+    hvd.init()
+    workers = hvd.elastic.virtual_workers(4, *linear())
+    process.position = Position(rank=1, size=3)
+    with pytest.raises(OutsideLoopError, match="none of the other 2 workers"), torch.no_grad():
+        list(workers.shards(8, 0))
+
+
 def test_a_sum_that_was_not_named_is_refused():
     hvd.init()
     model, optimizer = linear()
@@ -253,3 +262,27 @@ def test_shards_without_rows_are_left_out():
         for shard in workers.shards(3, 0):
             shard.add("rows", len(shard))
     assert workers.sums == {"rows": 3.0}
+
+
+def in_other_environments() -> list[str]:
+    """What a worker logs in a world in which rank 1 has another version."""
+    hvd.init()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("spark_elastic.torch").addHandler(handler)
+    workers = hvd.elastic.virtual_workers(2, *linear())
+    if hvd.rank() == 1:
+        workers.environment["torch"] = "1.0"
+    with torch.no_grad():
+        for step in range(2):
+            list(workers.shards(8, step))
+    return said
+
+
+def test_workers_that_differ_are_a_warning_that_says_in_what():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(in_other_environments, count=2)
+        for said in driver.results(2):
+            assert len(said) == 1
+            assert f"rank 1 differs from rank 0: torch is 1.0, and there it is {torch.__version__}" in said[0]

@@ -15,6 +15,7 @@ from torch import nn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.ml.training.spec import CHECKPOINTS
 from tests.unit.ml.in_worlds import Telling, kill_and_add
@@ -199,6 +200,20 @@ def test_estimator_trains_in_as_many_shards_as_it_may_have_workers(tmp_path):
 def test_settings_that_contradict_it_are_refused(changes, said):
     with pytest.raises(InvalidSettingsError, match=said):
         estimator(**changes)._check_complete(from_columns=False)
+
+
+class Keeping(ModelStep):
+    """A model's own step, which might keep values."""
+
+    name = "a model of its own"
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        raise AssertionError
+
+
+def test_models_that_may_keep_values_between_steps_are_refused():
+    with pytest.raises(InvalidSettingsError, match="cannot train a model of its own"):
+        estimator(loss=None, train_fn=Keeping(), consistency="exact")
 
 
 class Words(nn.Module):
