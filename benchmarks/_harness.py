@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -120,6 +121,12 @@ def report(name: str, args: argparse.Namespace, *series: Series, raw: dict[str, 
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
     return path
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and those that it starts, open as many files and connections as the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def horovod(python: str, *arguments: object) -> list[float]:

@@ -1,11 +1,11 @@
-"""Simulated agents and workers for control_plane.py: thousands in one process, on real connections to a real driver.
+"""Simulated agents and workers for control_plane.py: thousands in a process, on real connections to a real driver.
 
     python benchmarks/_simulated_peers.py < commands > events      (JSON, one object a line)
 
-Each peer authenticates, sends its hello and its heartbeats, gets ready, receives worlds, exchanges addresses through
-the driver's key-value store as Gloo does, and answers a cut by getting ready again. What a real worker computes on its
-own machine (decoding the world, building the group) is done once for all peers of this process, so that this process
-is not what is measured.
+Each peer authenticates, sends its hello and its heartbeats, tries the connections that the driver asks for, gets ready
+with the endpoint at which it would listen, receives worlds, and answers a cut by getting ready again. A real worker
+reads each world on its own machine; here the same bytes are read once for all peers of this process, so that this
+process is not what is measured.
 """
 
 from __future__ import annotations
@@ -24,51 +24,70 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from _harness import raise_descriptor_limit
+
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.framing import Connection
+from spark_elastic.wire.world_changes import changed
 
 VERSION = StateVersion(1, 5, 0)
-ADDRESS_BYTES = 36
-"""Bytes that one member's address takes in Gloo's rendezvous, for each of the other members."""
+PROBE_PORT = 7000
+_BUFFER = bytearray(1 << 18)
+"""Where the bytes of all connections arrive, one read at a time."""
 
 
+@dataclass
 class Shared:
-    """What all peers of the process share: the decoded worlds, and the counters."""
+    """What all peers of the process share: the settings, the messages that were read, and the counters."""
 
-    def __init__(self, key: bytes, address: tuple[str, int], workers_a_host: int, exchange: bool) -> None:
-        self.key = key
-        self.address = address
-        self.workers_a_host = workers_a_host
-        self.exchange = exchange
-        self.received = 0
-        self.sent = 0
-        self.refused = 0
-        self._bodies: dict[bytes, wire.Message] = {}
+    key: bytes
+    address: tuple[str, int]
+    workers_a_host: int
+    received: int = 0
+    sent: int = 0
+    refused: int = 0
+    _newest: tuple[wire.WorldChanged, wire.WorldAssigned] | None = None
+    _read: dict[bytes, wire.Message] = field(default_factory=dict)
+    _written: dict[wire.Message, bytes] = field(default_factory=dict)
 
     def decode(self, body: bytes) -> wire.Message:
-        """Decode a message; a large one that other peers received as well is decoded once."""
-        if len(body) < 512:
-            return decode(body)
-        if body not in self._bodies:
-            if len(self._bodies) > 8:
-                self._bodies.clear()
-            self._bodies[body] = decode(body)
-        return self._bodies[body]
+        """Decode a message, once for all peers that receive the same bytes."""
+        if body not in self._read:
+            if len(self._read) > 256:
+                self._read.clear()
+            self._read[body] = decode(body)
+        return self._read[body]
+
+    def changed(self, before: wire.WorldAssigned | None, change: wire.WorldChanged) -> wire.WorldAssigned:
+        """Apply a change of a world, once for all peers that were told of it."""
+        if self._newest is None or self._newest[0] is not change:
+            self._newest = change, changed(before, change)
+        return self._newest[1]
+
+    def encode(self, message: wire.Message) -> bytes:
+        """Encode a message, once for all peers that send the same; those are heartbeats."""
+        if not isinstance(message, (wire.AgentHeartbeat, wire.WorkerHeartbeat)):
+            return encode(message)
+        if message not in self._written:
+            if len(self._written) > 8192:
+                self._written.clear()
+            self._written[message] = encode(message)
+        return self._written[message]
 
 
-class Channel(asyncio.Protocol):
+class Channel(asyncio.BufferedProtocol):
     """One authenticated connection to the driver."""
 
-    def __init__(self, shared: Shared, on_open: Callable[[], None], on_message: Callable[[wire.Message], None]) -> None:
+    def __init__(self, shared: Shared, on_message: Callable[[wire.Message], None]) -> None:
         self._shared = shared
-        self._on_open = on_open
         self._on_message = on_message
         self._connection = Connection(shared.key, server=False)
         self._transport: asyncio.Transport | None = None
-        self.closed = asyncio.Event()
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the connection is accepted or closed."""
         self.opened = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,24 +95,31 @@ class Channel(asyncio.Protocol):
         self._transport = transport
         transport.write(self._connection.start())
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
         assert self._transport is not None
-        self._shared.received += len(data)
-        bodies, reply = self._connection.receive(data)
+        self._shared.received += nbytes
+        bodies, reply = self._connection.receive(bytes(_BUFFER[:nbytes]))
         if reply:
             self._transport.write(reply)
         if self._connection.authenticated and not self.opened:
             self.opened = True
-            self._on_open()
+            self._settle()
         for body in bodies:
             self._on_message(self._shared.decode(body))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.closed.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
 
     def send(self, message: wire.Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            frame = self._connection.send(encode(message))
+            frame = self._connection.send(self._shared.encode(message))
             self._shared.sent += len(frame)
             self._transport.write(frame)
 
@@ -102,22 +128,16 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
 
 
-async def connect(shared: Shared, on_open: Callable[[], None], on_message: Callable[[wire.Message], None]) -> Channel:
+async def connect(shared: Shared, on_message: Callable[[wire.Message], None]) -> Channel:
     """Connect as `wire.channel.connect` does: again after a pause, until the driver has accepted the connection."""
     loop = asyncio.get_running_loop()
     while True:
-        channel = Channel(shared, on_open, on_message)
-        try:
+        channel = Channel(shared, on_message)
+        with contextlib.suppress(OSError):
             await loop.create_connection(lambda: channel, *shared.address)  # noqa: B023 (used before the next turn)
-        except OSError:
-            shared.refused += 1
-            await asyncio.sleep(retry_pause_s())
-            continue
-        while not channel.opened and not channel.closed.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(channel.closed.wait(), 0.05)
-        if channel.opened:
-            return channel
+            await channel.settled
+            if channel.opened:
+                return channel
         shared.refused += 1
         await asyncio.sleep(retry_pause_s())
 
@@ -128,23 +148,29 @@ class Agent:
 
     shared: Shared
     slot: int
-    in_world: Callable[[int, int], None]
-    """Called with round and size when the worker has received a world and its peers' addresses."""
+    entered: Callable[[int, int], None]
+    """Called with round and size when the worker holds a world and the endpoints of its members."""
     channel: Channel | None = None
     worker: Channel | None = None
     worker_id: int = 0
     round: int = 0
     dead: bool = False
+    _assigned: wire.WorldAssigned | None = None
     _timers: list[asyncio.Task[None]] = field(default_factory=list)
-    _requests: int = 0
-    _size: int = 0
+
+    def __post_init__(self) -> None:
+        self.host = self.slot // self.shared.workers_a_host
+        number = self.host + 1
+        self.address = f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
+        self._port = random.randrange(32768, 61000)
+        self._next_number = 0
+        """The number that Gloo's device here gives to its next connection."""
 
     async def run(self) -> None:
-        host = f"host{self.slot // self.shared.workers_a_host}"
-        place = Place(host, str(self.slot // self.shared.workers_a_host), self.slot)
-        addresses = {"lo": ("127.0.0.1",), "eth0": (_ip(host),)}
-        hello = wire.AgentHello(place, 1, os.getpid(), addresses, 0, "", 1, (), "3.11")
-        self.channel = await connect(self.shared, lambda: None, self._agent_said)
+        place = Place(self.address, str(self.host), self.slot)
+        addresses = {"lo": ("127.0.0.1",), "eth0": (self.address,)}
+        hello = wire.AgentHello(place, 1, os.getpid(), addresses, PROBE_PORT + self.slot, "", 1, (), "3.11")
+        self.channel = await connect(self.shared, self._agent_said)
         self.channel.send(hello)
 
     def kill(self) -> None:
@@ -157,56 +183,56 @@ class Agent:
                 channel.abort()
 
     def _agent_said(self, message: wire.Message) -> None:
+        assert self.channel is not None
         match message:
             case wire.AgentWelcome(interval_s, _):
                 self._every(interval_s, self._agent_beat)
             case wire.StartWorkerProcess(worker):
                 self.worker_id = worker
                 self._timers.append(asyncio.create_task(self._start_worker()))
+            case wire.ProbePeers(peers):
+                reachable = tuple(peer for peer in peers if not peer.startswith("127."))
+                self.channel.send(wire.PeersReachable(peers, reachable))
             case wire.FinishAgent():
                 self.kill()
 
     async def _start_worker(self) -> None:
-        self.worker = await connect(self.shared, lambda: None, self._worker_said)
+        self.worker = await connect(self.shared, self._worker_said)
         self.worker.send(wire.WorkerHello(self.worker_id, os.getpid()))
 
     def _worker_said(self, message: wire.Message) -> None:
-        assert self.worker is not None
         match message:
             case wire.WorkerWelcome(interval_s, _, _):
-                self.worker.send(wire.Ready(0, None, True, 1, None))
+                self._ready(None, at_init=True)
                 self._every(interval_s, self._worker_beat)
             case wire.Provisional():
-                self.worker.send(wire.Ready(0, None, False, 1, None))
+                self._ready(None, at_init=False)
             case wire.WorldAssigned():
                 self._enter(message)
-            case wire.KvValues():
-                self._entered()
+            case wire.WorldChanged():
+                self._enter(self.shared.changed(self._assigned, message))
             case wire.Cut(round) if round == self.round:
-                self._ready_again()
+                self._ready(VERSION, at_init=False)
             case wire.HostsUpdated():
-                self._ready_again()
+                self._ready(VERSION, at_init=False)
+
+    def _ready(self, version: StateVersion | None, *, at_init: bool) -> None:
+        """Make a group of one, as workers do to learn what Gloo will announce, and report."""
+        assert self.worker is not None
+        self._next_number += 1
+        endpoint = wire.Endpoint(self.address, self._port, self._next_number, "cpu", "auto", "")
+        memory = os.urandom(wire.SHARED_MEMORY_BYTES)
+        self.worker.send(wire.Ready(self.round, version, at_init, 1, endpoint, memory))
 
     def _enter(self, assigned: wire.WorldAssigned) -> None:
+        self._assigned = assigned
         world = assigned.world
-        self.round, self._size = world.round, world.size
-        if not self.shared.exchange or world.size == 1:
-            self._entered()
-            return
-        assert self.worker is not None
-        rank = world.member(self.worker_id).rank
-        self.worker.send(wire.KvSet(self.round, f"world/0/{rank}", bytes(ADDRESS_BYTES * world.size)))
-        keys = _keys(world.size, rank)
-        self._requests += 1
-        self.worker.send(wire.KvGet(self.round, self._requests, keys))
-
-    def _entered(self) -> None:
-        self.in_world(self.round, self._size)
+        if len(assigned.endpoints) != world.size:
+            raise RuntimeError(f"round {world.round} came without the endpoints of its members")
+        self._next_number += world.size
+        self.round = world.round
+        self.entered(world.round, world.size)
         self._worker_beat()
-
-    def _ready_again(self) -> None:
-        assert self.worker is not None
-        self.worker.send(wire.Ready(self.round, VERSION, False, 1, None))
 
     def _worker_beat(self) -> None:
         if self.worker is not None:
@@ -227,29 +253,15 @@ class Agent:
         self._timers.append(asyncio.create_task(run()))
 
 
-_key_cache: dict[int, tuple[str, ...]] = {}
-
-
-def _keys(size: int, rank: int) -> tuple[str, ...]:
-    if size not in _key_cache:
-        _key_cache.clear()
-        _key_cache[size] = tuple(f"world/0/{each}" for each in range(size))
-    return _key_cache[size]
-
-
-def _ip(host: str) -> str:
-    number = int(host.removeprefix("host")) + 1
-    return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
-
-
 class Fleet:
-    """All agents of this process, and the rounds that they have entered."""
+    """All agents of this process, and how many of them have entered the newest round."""
 
     def __init__(self, shared: Shared, say: Callable[[dict[str, Any]], None]) -> None:
         self._shared = shared
         self._say = say
         self._agents: dict[int, Agent] = {}
-        self._entered: dict[int, int] = {}
+        self._round = 0
+        self._entered = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, slots: list[int]) -> None:
@@ -258,13 +270,16 @@ class Fleet:
             self._tasks.append(asyncio.create_task(agent.run()))
 
     def kill(self, slot: int) -> None:
-        self._say({"killed": slot, "at": time.monotonic()})
-        self._agents.pop(slot).kill()
+        if slot in self._agents:
+            self._say({"killed": slot, "at": time.monotonic()})
+            self._agents.pop(slot).kill()
 
     def _in_world(self, round: int, size: int) -> None:
-        self._entered[round] = self._entered.get(round, 0) + 1
-        if self._entered[round] in (1, len(self._agents)):
-            self._say({"round": round, "size": size, "entered": self._entered[round], "at": time.monotonic()})
+        if round != self._round:
+            self._round, self._entered = round, 0
+        self._entered += 1
+        if self._entered == len(self._agents):
+            self._say({"round": round, "size": size, "entered": self._entered, "at": time.monotonic()})
 
     def report(self) -> None:
         shared = self._shared
@@ -278,7 +293,7 @@ class Fleet:
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(limit=1 << 20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
 
     def say(event: dict[str, Any]) -> None:
@@ -286,7 +301,7 @@ async def main() -> None:
         sys.stdout.flush()
 
     first = json.loads(await reader.readline())
-    shared = Shared(bytes.fromhex(first["key"]), tuple(first["address"]), first["workers_a_host"], first["exchange"])
+    shared = Shared(bytes.fromhex(first["key"]), tuple(first["address"]), first["workers_a_host"])
     fleet = Fleet(shared, say)
     while line := await reader.readline():
         command = json.loads(line)
@@ -300,4 +315,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    raise_descriptor_limit()
     asyncio.run(main())

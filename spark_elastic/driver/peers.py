@@ -174,11 +174,9 @@ class Peers:
             case do.PublishWorld(world):
                 self._publish(world)
             case do.NotifyHostsUpdated(workers, sequence):
-                for worker in workers:
-                    self.server.to_worker(worker, wire.HostsUpdated(sequence))
+                self.server.to_workers(workers, wire.HostsUpdated(sequence))
             case do.CutPeers(workers, round, change):
-                for worker in workers:
-                    self.server.to_worker(worker, wire.Cut(round, change_in_words(change)))
+                self.server.to_workers(workers, wire.Cut(round, change_in_words(change)))
             case do.RerunFunction(worker, run, change):
                 self.server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
             case do.DismissAgent(agent, cause):
@@ -201,15 +199,15 @@ class Peers:
             for endpoint, address in zip(endpoints, addresses, strict=True)
             if endpoint is not None and endpoint.address == address
         )
-        parts: dict[str, bytes] = {}
+        memory: dict[str, bytes] = {}
         if len(known) < world.size:
             known = ()  # somebody listens elsewhere, or not yet: all exchange their addresses
         else:
             of_host: defaultdict[str, list[bytes]] = defaultdict(list)
             for member in world.members:
                 of_host[member.place.host].append(self._shared_memory.get(member.worker, NO_SHARED_MEMORY))
-            parts = {host: b"".join(each) for host, each in of_host.items()}
-        self.server.publish(wire.WorldAssigned(world, addresses, known), parts)
+            memory = {host: b"".join(each) for host, each in of_host.items()}
+        self.server.publish(wire.WorldAssigned(world, addresses, known), memory)
 
     # --- agents -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
+from spark_elastic.wire.world_changes import difference
 
 MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
@@ -153,6 +154,10 @@ class RendezvousServer:
         self._agent_of: dict[MessageStream, AgentId] = {}
         self._worker_of: dict[MessageStream, WorkerId] = {}
         self._next_agent: AgentId = 1
+        self._published: wire.WorldAssigned | None = None
+        """The newest world."""
+        self._informed: set[WorkerId] = set()
+        """The workers to which it was sent."""
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
@@ -185,18 +190,37 @@ class RendezvousServer:
         if worker in self._workers:
             self._workers[worker].send(message)
 
-    def publish(self, assigned: wire.WorldAssigned, parts: Mapping[str, bytes]) -> None:
+    def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
+        """Send a message to several workers; it is encoded once."""
+        body = encode(message)
+        for worker in workers:
+            if worker in self._workers:
+                self._workers[worker].send_encoded(body)
+
+    def publish(self, assigned: wire.WorldAssigned, memory: Mapping[str, bytes]) -> None:
         """Send a world to its members, and start its key-value space.
 
+        Members that hold the world before get the difference, others the whole world; each is encoded once.
+
         Args:
-            assigned: The message, without a payload.
-            parts: The payload for the members on each host.
+            assigned: The world.
+            memory: The payload of `HostMemory` for the members on each host; empty if there is none to send.
         """
         self._key_values.begin(assigned.world.round)
-        body = encode(assigned)
+        before, self._published = self._published, assigned
+        change = None if before is None else difference(before, assigned)
+        hold_before, self._informed = self._informed, set()
+        of_host = {host: encode(wire.HostMemory(payload)) for host, payload in memory.items()}
+        bodies: dict[bool, bytes] = {}
         for member in assigned.world.members:
-            if member.worker in self._workers:
-                self._workers[member.worker].send_encoded(body + parts.get(member.place.host, b""))
+            if member.worker not in self._workers:
+                continue
+            whole = change is None or member.worker not in hold_before
+            if whole not in bodies:
+                bodies[whole] = encode(assigned if whole or change is None else change)
+            host = member.place.host
+            self._workers[member.worker].send_encoded(*((of_host[host],) if host in of_host else ()), bodies[whole])
+            self._informed.add(member.worker)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""

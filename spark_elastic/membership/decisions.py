@@ -6,7 +6,6 @@ Most are pure functions; the class `Gathering` applies them while a job waits.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from spark_elastic.membership.reasons import (
 )
 from spark_elastic.membership.registry import ADMITTED, BOOTING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
-from spark_elastic.membership.topology import Member, Place, WorkerId, World
+from spark_elastic.membership.topology import Member, Place, WorkerId, World, ranked
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
@@ -36,10 +35,7 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
 
     Hosts come in the order of their first survivor's old rank, hosts without survivors behind them in the order of
     their lowest worker id. Within a host the survivors keep their order and newcomers follow by worker id. The result
-    does not depend on the order of the mappings.
-
-    `local_rank` counts within the host. As in Horovod, `cross_rank` counts the hosts that have a worker of the same
-    local rank, and `cross_size` is the number of those hosts.
+    does not depend on the order of the mappings. See `topology.ranked` for the other positions.
     """
     newcomer = len(places) + max(old_ranks.values(), default=0) + 1
 
@@ -49,25 +45,7 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
     by_host: dict[str, list[WorkerId]] = {}
     for worker in sorted(places, key=seniority):  # a host appears when its most senior worker does
         by_host.setdefault(places[worker].host, []).append(worker)
-
-    members: list[Member] = []
-    cross_sizes = Counter(local_rank for workers in by_host.values() for local_rank in range(len(workers)))
-    cross_seen: Counter[int] = Counter()
-    for workers in by_host.values():
-        for local_rank, worker in enumerate(workers):
-            members.append(
-                Member(
-                    worker=worker,
-                    place=places[worker],
-                    rank=len(members),
-                    local_rank=local_rank,
-                    local_size=len(workers),
-                    cross_rank=cross_seen[local_rank],
-                    cross_size=cross_sizes[local_rank],
-                )
-            )
-            cross_seen[local_rank] += 1
-    return tuple(members)
+    return ranked((worker, places[worker]) for workers in by_host.values() for worker in workers)
 
 
 @dataclass(frozen=True, slots=True)

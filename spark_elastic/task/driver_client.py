@@ -27,6 +27,7 @@ from spark_elastic.wire.messages import (
     EpochEnded,
     EpochRow,
     Goodbye,
+    HostMemory,
     HostsUpdated,
     KvGet,
     KvSet,
@@ -43,8 +44,10 @@ from spark_elastic.wire.messages import (
     WorkerHello,
     WorkerWelcome,
     WorldAssigned,
+    WorldChanged,
 )
 from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition
+from spark_elastic.wire.world_changes import changed
 
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
@@ -60,7 +63,11 @@ class ChannelLink:
         self._key = key
         self._channel = channel
         self._changed = threading.Condition()
+        self._assigned: WorldAssigned | None = None
+        """The newest world as the driver has sent it: changes are told as differences from it."""
         self._assignment: Assignment | None = None
+        self._host_memory: tuple[bytes, ...] = ()
+        """What `HostMemory` has brought for the next world."""
         self._provisional: ProvisionalPosition | None = None
         self._updates_seen = 0
         self._cut_round = 0
@@ -300,12 +307,13 @@ class ChannelLink:
 
     def _store(self, message: Message) -> None:
         match message:
-            case WorldAssigned(world, addresses, endpoints, payload):
+            case HostMemory(payload):
                 size = SHARED_MEMORY_BYTES
-                parts = tuple(payload[start : start + size] for start in range(0, len(payload), size))
-                self._assignment = Assignment(world, self.worker, addresses, self._updates_seen, endpoints, parts)
-                self._address = addresses[world.member(self.worker).rank]
-                self._replies.clear()
+                self._host_memory = tuple(payload[start : start + size] for start in range(0, len(payload), size))
+            case WorldAssigned():
+                self._enter(message)
+            case WorldChanged():
+                self._enter(changed(self._assigned, message))
             case Provisional(rank, size, loop):
                 self._provisional = ProvisionalPosition(rank, size, loop)
             case LoopResult(loop):
@@ -316,6 +324,14 @@ class ChannelLink:
                 self._decisions[epoch] = stop
             case KvValues(request):
                 self._replies[request] = message
+
+    def _enter(self, assigned: WorldAssigned) -> None:
+        self._assigned = assigned
+        memory, self._host_memory = self._host_memory, ()
+        world, addresses = assigned.world, assigned.addresses
+        self._address = addresses[world.member(self.worker).rank]
+        self._assignment = Assignment(world, self.worker, addresses, self._updates_seen, assigned.endpoints, memory)
+        self._replies.clear()
 
     def _cut(self, round: int, why: str) -> None:
         with self._changed:

@@ -159,14 +159,21 @@ class Channel:
                 return f"the connection to the driver broke: {error}"
             except ProtocolError as error:
                 return f"the driver broke the protocol: {error}"
-            for message in messages:
-                on_message(message)
+            try:
+                for message in messages:
+                    on_message(message)
+            except ProtocolError as error:  # it contradicts an earlier message
+                return f"the driver broke the protocol: {error}"
 
 
 # --- the asyncio end --------------------------------------------------------------------------------
 
 
-class MessageStream(asyncio.Protocol):
+_arrivals = threading.local()
+"""For each thread with an event loop, the memory in which the bytes of all its streams arrive, one read at a time."""
+
+
+class MessageStream(asyncio.BufferedProtocol):
     """A protocol that authenticates the peer, then turns bytes into messages and back.
 
     All calls, of methods and of callbacks, happen on the loop's thread.
@@ -206,6 +213,8 @@ class MessageStream(asyncio.Protocol):
         """Why this side closed an unauthenticated connection; "" if the other side did."""
         self._server = server
         self.peer_address = ""
+        self.sent_at = float("-inf")
+        """When something was sent last, on the monotonic clock."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -217,11 +226,12 @@ class MessageStream(asyncio.Protocol):
         if self._open:
             self.send_encoded(encode(message))
 
-    def send_encoded(self, body: bytes) -> None:
-        """Queue a message that is encoded already, because other streams send it too. Otherwise like `send`."""
+    def send_encoded(self, *bodies: bytes) -> None:
+        """Queue messages that are encoded already, because other streams send them too. Otherwise like `send`."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(self._connection.send(body))
+        self.sent_at = monotonic()
+        self._transport.write(b"".join(map(self._connection.send, bodies)))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
 
@@ -260,10 +270,17 @@ class MessageStream(asyncio.Protocol):
         if greeting := self._connection.start():
             transport.write(greeting)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        # one for all streams: memory of that size for each read costs more than what is done with a heartbeat
+        if not hasattr(_arrivals, "buffer"):
+            _arrivals.buffer = bytearray(_READ_BYTES)
+        buffer: bytearray = _arrivals.buffer
+        return buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         assert self._transport is not None
         try:
-            bodies, reply = self._connection.receive(data)
+            bodies, reply = self._connection.receive(bytes(memoryview(_arrivals.buffer)[:nbytes]))
             if reply:
                 self._transport.write(reply)
             if self._connection.authenticated and not self._open:

@@ -43,6 +43,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAC_BYTES = 16
 _LENGTH = struct.Struct(">I")
+_HEADER_BYTES = _LENGTH.size + _MAC_BYTES
 _SEQUENCE = struct.Struct(">Q")
 _ALTERED = "a frame was altered, dropped or repeated in transit"
 
@@ -195,6 +196,10 @@ class Connection:
             AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.
             FrameTooLargeError: a frame announces more than the limit.
         """
+        if self.authenticated and not self._buffer:  # nothing is incomplete: no need to copy what is not, either
+            bodies, end = self._bodies_in(data)
+            self._buffer += data[end:]
+            return bodies, b""
         self._buffer += data
         reply = b""
         if not self.authenticated:
@@ -267,21 +272,24 @@ class Connection:
         self._sending, self._receiving = (down, up) if self._server else (up, down)
 
     def _bodies(self, most: int | None = None) -> list[bytes]:
-        """Return the bodies of the complete frames, at most that many."""
+        """Return the bodies of the complete frames in the buffer, at most that many."""
+        bodies, end = self._bodies_in(self._buffer, most)
+        del self._buffer[:end]
+        return bodies
+
+    def _bodies_in(self, data: bytes | bytearray, most: int | None = None) -> tuple[list[bytes], int]:
+        """Return the bodies of the complete frames in `data`, at most that many, and where the last of them ends."""
         bodies: list[bytes] = []
-        start = 0
-        header = _LENGTH.size + _MAC_BYTES
-        while len(self._buffer) - start >= header and (most is None or len(bodies) < most):
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
+        start, length = 0, len(data)
+        while length - start >= _HEADER_BYTES and (most is None or len(bodies) < most):
+            (size,) = _LENGTH.unpack_from(data, start)
             if size > self._max_frame_bytes:
                 raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
-            end = start + header + size
-            if len(self._buffer) < end:
+            at = start + _HEADER_BYTES
+            if length < at + size:
                 break
-            mac = bytes(self._buffer[start + _LENGTH.size : start + header])
-            body = bytes(self._buffer[start + header : end])
+            mac, body = bytes(data[start + _LENGTH.size : at]), bytes(data[at : at + size])
             bodies.append(self._receiving.check(self._received, mac, body))
             self._received += 1
-            start = end
-        del self._buffer[:start]
-        return bodies
+            start = at + size
+        return bodies, start

@@ -334,6 +334,13 @@ class WorkerWelcome(Message):
 
 
 @dataclass(frozen=True)
+class HostMemory(Message):
+    """Sent before each world: `Ready.payload` of its members on the receiver's host, by rank; zeros for one without."""
+
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
 class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
@@ -342,8 +349,55 @@ class WorldAssigned(Message):
     """The address that each member binds to, by rank."""
     endpoints: tuple[Endpoint, ...]
     """Where each member listens already, by rank; empty if the members have to exchange their addresses first."""
-    payload: bytes = b""
-    """`Ready.payload` of the members on the receiver's host, by rank; zeros for one that has sent none."""
+
+    def __post_init__(self) -> None:
+        size = self.world.size
+        if not 0 <= self.world.root < size:
+            raise ValueError(f"a world of {size} members whose root is rank {self.world.root}")
+        if any(member.rank != rank for rank, member in enumerate(self.world.members)):
+            raise ValueError("the members are not in rank order")
+        if len(self.world.workers) != size:
+            raise ValueError("a worker is a member twice")
+        if len(self.addresses) != size or len(self.endpoints) not in (0, size):
+            raise ValueError(f"{size} members with {len(self.addresses)} addresses and {len(self.endpoints)} endpoints")
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A member of a world that was not in the world before."""
+
+    worker: int
+    place: Place
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True)
+class MovedMember:
+    """A member that listens elsewhere than in the world before, or says something else of itself."""
+
+    rank: int
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True)
+class WorldChanged(Message):
+    """The next world as its difference from the one that the receiver got last; see `wire.world_changes`."""
+
+    before: int
+    """The round of the world that the receiver got last."""
+    round: int
+    root: int
+    version: StateVersion | None
+    sync: bool
+    order: tuple[int, ...]
+    """The members by rank, as pairs: the rank that the first of some members had, and their number. The rank -1 stands
+    for newcomers."""
+    newcomers: tuple[Newcomer, ...]
+    """The newcomers, by rank."""
+    moved: tuple[MovedMember, ...]
+    advances: tuple[int, ...]
+    """By how much `Endpoint.first` has grown, for the members that are neither newcomers nor moved, by rank, as pairs:
+    the growth, and for how many members it is the same."""
 
 
 @dataclass(frozen=True)

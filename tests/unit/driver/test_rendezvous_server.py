@@ -4,13 +4,16 @@ import threading
 
 import pytest
 
+from spark_elastic.driver import rendezvous_server
 from spark_elastic.driver.admission import RefusalLog
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
-from spark_elastic.membership.topology import Member, Place, World
+from spark_elastic.membership.topology import Member, Place, World, ranked
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
+from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import MAGIC, new_key
+from spark_elastic.wire.world_changes import difference
 
 LIMIT = 64
 WAIT_S = 60.0
@@ -144,6 +147,62 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     one.send(wire.KvSet(1, "a", b"x"))
     one.send(wire.KvSet(1, "b", b"yz"))
     inbox.wait_for("message", wire.KvValues(77, (1, 2), b"xyz"))
+
+
+def a_world(round, workers, hosts=2):
+    members = ranked((worker, Place(f"10.0.0.{worker % hosts}", "1", worker)) for worker in workers)
+    endpoints = tuple(wire.Endpoint(each.place.host, 4000 + each.worker, round, "cpu", "auto", "") for each in members)
+    world = World(round, members, 0, None, True)
+    return wire.WorldAssigned(world, tuple(each.address for each in endpoints), endpoints)
+
+
+def test_world_is_encoded_once_for_all_members_and_again_only_for_newcomers(served, monkeypatch):
+    encoded = []
+
+    def counting(message):
+        encoded.append(type(message))
+        return encode(message)
+
+    monkeypatch.setattr(rendezvous_server, "encode", counting)
+    served.listener.expected |= set(range(1, 42))
+    inboxes = {worker: served.client(wire.WorkerHello(worker, 1))[1] for worker in range(1, 41)}
+    for worker in inboxes:
+        served.listener.wait_for("worker_said", worker)
+    first = a_world(1, range(1, 41))
+    memory = {"10.0.0.0": bytes(64), "10.0.0.1": bytes(range(64))}
+    served.call(served.server.publish, first, memory)
+    for worker, inbox in inboxes.items():
+        inbox.wait_for("message", wire.HostMemory(memory[f"10.0.0.{worker % 2}"]))
+        inbox.wait_for("message", first)
+    assert encoded.count(wire.WorldAssigned) == 1
+    second = a_world(2, [worker for worker in range(1, 41) if worker != 7])
+    served.call(served.server.publish, second, {})
+    change = difference(first, second)
+    for worker, inbox in inboxes.items():
+        if worker != 7:
+            inbox.wait_for("message", change)
+    assert encoded.count(wire.WorldAssigned) == 1
+    assert encoded.count(wire.WorldChanged) == 1
+    _, newcomer = served.client(wire.WorkerHello(41, 1))
+    served.listener.wait_for("worker_said", 41)
+    third = a_world(3, [1, 2, 3, 41])
+    served.call(served.server.publish, third, {})
+    newcomer.wait_for("message", third)
+    inboxes[3].wait_for("message", difference(second, third))
+    assert encoded.count(wire.WorldAssigned) == 2
+    assert encoded.count(wire.WorldChanged) == 2
+
+
+def test_worker_that_left_a_world_out_gets_the_next_one_whole(served):
+    served.listener.expected |= {1, 2}
+    inboxes = {worker: served.client(wire.WorkerHello(worker, 1))[1] for worker in (1, 2)}
+    for worker in inboxes:
+        served.listener.wait_for("worker_said", worker)
+    worlds = [a_world(1, [1, 2]), a_world(2, [1]), a_world(3, [1, 2])]
+    for world in worlds:
+        served.call(served.server.publish, world, {})
+    inboxes[2].wait_for("message", worlds[2])
+    inboxes[1].wait_for("message", difference(worlds[1], worlds[2]))
 
 
 def test_a_message_before_the_hello_ends_the_connection(served):

@@ -7,13 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.errors import ProtocolError
-from spark_elastic.membership.topology import Member, Place, StateVersion, World
+from spark_elastic.membership.topology import Member, Place, StateVersion, World, ranked
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode, encode
 
 PLACE = Place("127.0.0.2", "3", 5)
 ENDPOINT = wire.Endpoint("10.0.0.1", 4711, 3, "cpu", "auto", "[0, 1]")
 WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
+
+
+def a_world(size, round=4, first=3):
+    """Return a message with a world of that many workers, eight on a host."""
+    places = [Place(f"10.0.{slot // 2048}.{slot // 8 % 256}", str(slot // 8), slot) for slot in range(size)]
+    members = ranked((slot + 1, place) for slot, place in enumerate(places))
+    endpoints = tuple(wire.Endpoint(place.host, 30000 + place.slot, first, "cpu", "auto", "") for place in places)
+    world = World(round, members, size // 2, StateVersion(1, 12, 0), False)
+    return wire.WorldAssigned(world, tuple(each.address for each in endpoints), endpoints)
+
 
 EXAMPLES = [
     wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
@@ -26,7 +36,8 @@ EXAMPLES = [
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
     wire.KvValues(9, (0, 3), b"abc"),
     wire.WorldAssigned(WORLD, ("10.0.0.1",), ()),
-    wire.WorldAssigned(WORLD, ("10.0.0.1",), (ENDPOINT,), b"\x01" * 64),
+    wire.WorldAssigned(WORLD, ("10.0.0.1",), (ENDPOINT,)),
+    wire.HostMemory(b"\x01" * 64),
     wire.AgentWelcome(2.0, 30.0),
     wire.Pong(),
 ]
@@ -81,17 +92,58 @@ def test_invalid_message_is_a_protocol_error_that_says_what_is_wrong(head, compl
         decode(head + b"\n")
 
 
+def test_world_of_three_thousand_members_survives_encoding_and_decoding():
+    large = a_world(3000)
+    assert decode(encode(large)) == large
+
+
 def test_long_head_is_compressed_and_the_payload_behind_it_is_not():
-    assigned = wire.WorldAssigned(WORLD, ("10.0.0.1",) * 3000, (ENDPOINT,) * 3000)
-    head = encode(assigned)
-    assert len(head) < 10_000
+    result = wire.LoopResult(2, "x" * 10_000, b"")
+    head = encode(result)
+    assert len(head) < 1000
     payload = bytes(range(256)) * 10
-    assert decode(head + payload) == dataclasses.replace(assigned, payload=payload)
-    assert decode(head) == assigned
+    assert decode(head + payload) == dataclasses.replace(result, payload=payload)
+    assert decode(head) == result
     with pytest.raises(ProtocolError, match="incomplete"):
         decode(head[:-1])
     with pytest.raises(ProtocolError, match="without a message head"):
         decode(zlib.compress(json.dumps({"type": "Pong"}).encode()))
+
+
+def in_the_world(change):
+    """Return a message with a world of three members, after `change` of its JSON."""
+    fields = json.loads(encode(a_world(3)))
+    change(fields)
+    return json.dumps(fields).encode() + b"\n"
+
+
+def members(fields):
+    return fields["world"]["members"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda f: members(f)["rank"].pop(), "members: columns of different lengths .*'rank': 2"),
+        (lambda f: members(f)["place"]["slot"].pop(), r"members\.place: columns of different lengths"),
+        (lambda f: members(f).pop("worker"), r"members: missing fields \['worker'\]"),
+        (lambda f: members(f).update(more=[1, 2, 3]), r"members: .*unknown fields \['more'\]"),
+        (lambda f: members(f)["worker"].__setitem__(1, "2"), r"members\.worker: expected int, got str"),
+        (lambda f: members(f)["worker"].__setitem__(1, True), r"members\.worker: expected int, got bool"),
+        (lambda f: members(f).update(worker=3), r"members\.worker: expected a list"),
+        (lambda f: members(f).update(place=[]), r"members\.place: expected an object with a list for each field"),
+        (lambda f: f["world"].update(members=[]), r"members: expected an object with a list for each field"),
+        (lambda f: members(f)["rank"].reverse(), "not in rank order"),
+        (lambda f: members(f)["worker"].__setitem__(1, members(f)["worker"][0]), "a worker is a member twice"),
+        (lambda f: f["world"].update(root=3), "3 members whose root is rank 3"),
+        (lambda f: f["addresses"].pop(), "3 members with 2 addresses and 3 endpoints"),
+        (lambda f: [column.pop() for column in f["endpoints"].values()], "3 members with 3 addresses and 2 endpoints"),
+    ],
+)
+def test_malformed_world_is_a_protocol_error_that_says_what_is_wrong(change, complaint):
+    assert decode(in_the_world(lambda fields: None)) == a_world(3)
+    with pytest.raises(ProtocolError, match=complaint):
+        decode(in_the_world(change))
 
 
 def test_bytes_after_a_message_without_payload_are_refused():
