@@ -63,18 +63,15 @@ def changed(before: WorldAssigned | None, change: WorldChanged) -> WorldAssigned
     """
     try:
         return _changed(before, change)
-    except _MismatchError as error:
+    except ValueError as error:
         raise ProtocolError(f"a change of round {change.before} to round {change.round}: {error}") from None
 
 
-class _MismatchError(Exception):
-    """A change does not fit the world that it is applied to."""
-
-
 def _changed(before: WorldAssigned | None, change: WorldChanged) -> WorldAssigned:
+    """See `changed`. Raises `ValueError` in its place."""
     known = 0 if before is None else before.world.round
     if before is None or known != change.before or not before.endpoints:
-        raise _MismatchError(f"the round that is known here is {known}")
+        raise ValueError(f"the round that is known here is {known}")
     size, staying = before.world.size, 0
     newcomers = iter(change.newcomers)
     moved = {each.rank: each.endpoint for each in change.moved}
@@ -83,36 +80,33 @@ def _changed(before: WorldAssigned | None, change: WorldChanged) -> WorldAssigne
     endpoints: list[Endpoint] = []
     for first, count in _pairs(change.order):
         if count > size + len(change.newcomers):
-            raise _MismatchError(f"{count} members, of {size} and {len(change.newcomers)} newcomers")
+            raise ValueError(f"{count} members, of {size} and {len(change.newcomers)} newcomers")
         if first == _NEWCOMER:
             came = list(itertools.islice(newcomers, count))
             if len(came) < count:
-                raise _MismatchError(f"{len(change.newcomers)} newcomers, and more in the order")
+                raise ValueError(f"{len(change.newcomers)} newcomers, and more in the order")
             workers += [(newcomer.worker, newcomer.place) for newcomer in came]
             endpoints += [newcomer.endpoint for newcomer in came]
             continue
         if first < 0 or first + count > size:
-            raise _MismatchError(f"{count} members from rank {first} on, of {size}")
+            raise ValueError(f"{count} members from rank {first} on, of {size}")
         staying += count
         if staying > size:
-            raise _MismatchError(f"more than {size} members stay")
+            raise ValueError(f"more than {size} members stay")
         for rank in range(first, first + count):
             member, endpoint = before.world.members[rank], moved.pop(len(workers), None)
             if endpoint is None:
                 old, advance = before.endpoints[rank], next(advances, None)
                 if advance is None:
-                    raise _MismatchError("members whose next connection has no number")
+                    raise ValueError("members whose next connection has no number")
                 endpoint = dataclasses.replace(old, first=old.first + advance)
             workers.append((member.worker, member.place))
             endpoints.append(endpoint)
     left = [next(newcomers, None), next(advances, None), *moved]
     if any(each is not None for each in left):
-        raise _MismatchError("values of members that are not in the order")
+        raise ValueError("values of members that are not in the order")
     world = World(change.round, ranked(workers), change.root, change.version, change.sync)
-    try:
-        return WorldAssigned(world, tuple(endpoint.address for endpoint in endpoints), tuple(endpoints))
-    except ValueError as error:
-        raise _MismatchError(str(error)) from None
+    return WorldAssigned(world, tuple(endpoint.address for endpoint in endpoints), tuple(endpoints))
 
 
 def _but_for_first(endpoint: Endpoint) -> tuple[str, int, str, str, str]:
@@ -150,12 +144,12 @@ def _unpacked(pairs: tuple[int, ...], most: int) -> Iterator[int]:
     """Return the values that `_alike` has packed."""
     for value, count in _pairs(pairs):
         if count > most:
-            raise _MismatchError(f"numbers of {count} members, of {most}")
+            raise ValueError(f"numbers of {count} members, of {most}")
         for _ in range(count):
             yield value
 
 
 def _pairs(values: tuple[int, ...]) -> list[tuple[int, int]]:
     if len(values) % 2 or any(count < 1 for count in values[1::2]):
-        raise _MismatchError(f"{list(values)[:8]} are not pairs of a value and a number of members")
+        raise ValueError(f"{list(values)[:8]} are not pairs of a value and a number of members")
     return list(zip(values[::2], values[1::2], strict=True))
