@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ class AddressBook:
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
-        self._hosts: Counter[str] = Counter()
-        """The number of agents by host."""
+        self._on_host: defaultdict[str, dict[AgentId, None]] = defaultdict(dict)
+        """The agents by host, oldest first."""
         self._reached: set[str] = set()
         """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
@@ -57,7 +57,7 @@ class AddressBook:
         if hello.ports_taken:
             raise PortsTakenError(hello.ports_taken, setting="agent_ports", host=hello.place.host)
         self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
-        self._hosts[hello.place.host] += 1
+        self._on_host[hello.place.host][agent] = None
 
     def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
         """Replace the addresses of an agent, whose host has other interfaces now.
@@ -89,9 +89,9 @@ class AddressBook:
     def gone(self, agent: AgentId) -> None:
         known = self._agents.pop(agent, None)
         if known is not None:
-            self._hosts[known.host] -= 1
-            if not self._hosts[known.host]:
-                del self._hosts[known.host]
+            del self._on_host[known.host][agent]
+            if not self._on_host[known.host]:
+                del self._on_host[known.host]
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
         """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
@@ -99,7 +99,8 @@ class AddressBook:
         The new agent tries some agents of other hosts, and one of them tries the new agent.
         """
         mine = self._agents[agent]
-        others = [other for other, known in self._agents.items() if known.host != mine.host][:PROBES_PER_NEWCOMER]
+        elsewhere = (of for host, of in self._on_host.items() if host != mine.host)
+        others = list(itertools.islice(itertools.chain.from_iterable(elsewhere), PROBES_PER_NEWCOMER))
         if not others:
             return []
         asked = [
@@ -115,12 +116,24 @@ class AddressBook:
         """
         self._tried.clear()
         agents = list(self._agents)
+        hosts = [known.host for known in self._agents.values()]
+        count = len(agents)
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
+        if len(self._on_host) < 2:
+            return asked
+        following = [0] * count  # of each agent, the next one in the ring that is on another host
+        for at in [*reversed(range(count)), *reversed(range(count))]:
+            after = (at + 1) % count
+            following[at] = after if hosts[after] != hosts[at] else following[after]
         for at, agent in enumerate(agents):
-            host = self._agents[agent].host
-            ring = itertools.chain(agents[at + 1 :], agents[:at])
-            nearest = itertools.islice((each for each in ring if self._agents[each].host != host), PROBES_PER_NEWCOMER)
-            if targets := tuple(target for other in nearest for target in self._targets(other, agent)):
+            nearest, last, other = [], 0, following[at]
+            while len(nearest) < PROBES_PER_NEWCOMER and (other - at) % count > last:
+                last = (other - at) % count
+                nearest.append(agents[other])
+                other = (other + 1) % count
+                if hosts[other] == hosts[at]:
+                    other = following[other]
+            if targets := tuple(target for each in nearest for target in self._targets(each, agent)):
                 asked.append((agent, targets))
         return asked
 
@@ -129,14 +142,16 @@ class AddressBook:
         reached = {split_port(target)[0] for target in reachable}
         addresses = {split_port(target)[0] for target in tried} | reached
         outdated = addresses - self._tried
-        self._reached = self._reached - outdated | reached
-        self._unreached = self._unreached - outdated | (addresses - reached)
+        self._reached -= outdated  # in place: every agent answers, and the sets have the addresses of all
+        self._reached |= reached
+        self._unreached -= outdated
+        self._unreached |= addresses - reached
         self._tried |= addresses
 
     def likely(self, agent: AgentId) -> str:
         """Return the address that an agent would get in a world of all agents."""
         known = self._agents[agent]
-        return self._best(known, one_host=len(self._hosts) <= 1)
+        return self._best(known, one_host=len(self._on_host) <= 1)
 
     def choose(self, agents: Sequence[AgentId]) -> dict[AgentId, str]:
         """Return one address for each agent of a world.

@@ -17,8 +17,8 @@ from spark_elastic.wire.channel import MessageStream
 logger = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 256
-"""Connections that may be in their handshake at a time; all agents of a job may come at once. Further ones wait in the
-listening socket's queue, which costs no descriptor."""
+"""Connections that may be in their handshake at a time, in a job of up to half as many workers: all agents may come at
+once, and all workers after them. Further ones wait in the listening socket's queue, which costs no descriptor."""
 IDLE_S = 0.25
 """A connection whose handshake has taken longer is closed if another connection waits. A real peer needs milliseconds,
 and connects again if this happens to it on a busy machine."""
@@ -28,7 +28,8 @@ LOG_INTERVAL_S = 60.0
 MAX_REASONS = 16
 """Reasons that are counted by themselves; some have numbers that the peer chooses."""
 _OTHER_REASONS = "other reasons"
-_BACKLOG = 1024
+_BACKLOG = 4096
+"""Connections that the kernel may keep until they are accepted; the others try again after a second or more."""
 _AT_ONCE = 32
 """Connections that are accepted before the event loop serves other sockets again."""
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

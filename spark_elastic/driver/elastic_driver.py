@@ -177,8 +177,8 @@ class ElasticDriver:
         self._results = WorkerResults()
         self._machine_clock = MachineClock(settings.heartbeat_interval_s)
         self._clock_timer: asyncio.TimerHandle | None = None
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self._announce_timer: asyncio.TimerHandle | None = None
+        self._deadline_alarm: Alarm | None = None
+        self._announce_alarm: Alarm | None = None
         self._ending = False
         self._failure: SparkElasticError | None = None
         self._has_failed = False
@@ -303,6 +303,8 @@ class ElasticDriver:
         with self._cancel_lock:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled
+        self._deadline_alarm = Alarm(self._loop, self._on_deadline)
+        self._announce_alarm = Alarm(self._loop, self._announce)
         try:
             await self._peers.server.start(self._listening)
             for source in self._sources:
@@ -314,7 +316,7 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in (self._deadline_timer, self._announce_timer, self._clock_timer):
+            for timer in (self._deadline_alarm, self._announce_alarm, self._clock_timer):
                 if timer is not None:
                     timer.cancel()
             self._announcer.print_changes(clock.monotonic(), last=True)
@@ -354,9 +356,9 @@ class ElasticDriver:
         except Exception as error:  # a bug in here must end the job, not let it wait for ever
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
-        if self._announce_timer is not None or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
+        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self._announcer.pending:
             self._announce()
-        self._set_deadline_timer(now)
+        self._expect_deadline(now)
 
     def _now(self) -> float:
         """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
@@ -370,14 +372,18 @@ class ElasticDriver:
         self._now()
         self._clock_timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
 
-    def _set_deadline_timer(self, now: float) -> None:
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
-            self._deadline_timer = None
-        deadline = self._machine.next_deadline()
-        if deadline is not None and not self._ending:
-            assert self._loop is not None
-            self._deadline_timer = self._loop.call_later(max(deadline - now, 0.0), self._handle, seen.Tick())
+    def _expect_deadline(self, now: float) -> None:
+        """Have the machine get a `Tick` when its next deadline has come."""
+        deadline = None if self._ending else self._machine.next_deadline()
+        assert self._deadline_alarm is not None
+        self._deadline_alarm.set(None if deadline is None else deadline + self._machine_clock.paused_s)
+
+    def _on_deadline(self) -> None:
+        now, deadline = self._now(), self._machine.next_deadline()
+        if deadline is not None and deadline > now:  # it has moved since, or the driver was paused
+            self._expect_deadline(now)
+        else:
+            self._handle(seen.Tick())
 
     def _on_launch_ended(self, end: LaunchEnd) -> None:
         """Called from the launcher's threads."""
@@ -441,14 +447,40 @@ class ElasticDriver:
         self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
     def _announce(self) -> None:
-        """Print the lines that are due, and set a timer for the next one."""
-        if self._announce_timer is not None:
-            self._announce_timer.cancel()
-            self._announce_timer = None
-        now = clock.monotonic()
-        due = self._announcer.print_changes(now)
-        if due is not None and self._loop is not None:
-            self._announce_timer = self._loop.call_later(due - now, self._announce)
+        """Print the lines that are due, and have those that are not printed later."""
+        due = self._announcer.print_changes(clock.monotonic())
+        if self._announce_alarm is not None:
+            self._announce_alarm.set(due)
+
+
+class Alarm:
+    """A call at a time that may move. Moving it to a later time, as each heartbeat does, costs almost nothing.
+
+    Args:
+        ring: The function to call. It may be called too early, when the time was moved to a later one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, due: float | None) -> None:
+        """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
+        if due is None:
+            self.cancel()
+        elif self._handle is None or due < self._handle.when():
+            self.cancel()
+            self._handle = self._loop.call_at(due, self._rings)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _rings(self) -> None:
+        self._handle = None
+        self._ring()
 
 
 def _in_process_time(record: Record, away_s: float) -> Record:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.driver.admission import MAX_UNAUTHENTICATED
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
@@ -112,6 +113,7 @@ class Peers:
             silence_limit_s=self.settings.driver_silence_s,
             stall_timeout_s=self.settings.stall_timeout_s,
             encrypt=self.spec.encrypt,
+            max_unauthenticated=max(MAX_UNAUTHENTICATED, 2 * self.settings.max_num_proc),
         )
         self.agents: set[AgentId] = set()
         """Agents that are connected and usable."""
@@ -281,7 +283,7 @@ class Peers:
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat(running):
-                self.server.to_agent(agent, wire.Pong())
+                self.server.acknowledge_agent(agent)
                 self.handle(seen.AgentAlive(agent, running))
             case wire.WorkerDying(worker, exit_code):
                 if self._agent_of.get(worker) == agent:
@@ -336,7 +338,7 @@ class Peers:
             case wire.WorkerHello():
                 self.handle(seen.WorkerAlive(worker))
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
-                self.server.to_worker(worker, wire.Pong())
+                self.server.acknowledge_worker(worker)
                 self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
             case wire.Ready(round, version, at_init, loop, endpoint, shared_memory):
                 if len(shared_memory) not in (0, wire.SHARED_MEMORY_BYTES):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from spark_elastic import clock
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
@@ -26,6 +27,11 @@ MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
 HELLO_TIMEOUT_S = 60.0
 """Agents and workers send their hello as soon as they are authenticated."""
+
+_PONG_AFTER = 0.2
+"""The share of `silence_limit_s` after which a heartbeat is answered. An answer to each would double the cost of a job
+that merely trains, and peers wait for the whole limit."""
+_PONG = encode(wire.Pong())
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +151,7 @@ class RendezvousServer:
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s, address="")
         self._hello_timeout_s = hello_timeout_s
+        self._pong_after_s = silence_limit_s * _PONG_AFTER
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
@@ -189,6 +196,20 @@ class RendezvousServer:
         """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
+
+    def acknowledge_agent(self, agent: AgentId) -> None:
+        """Answer a heartbeat if nothing else was sent to the agent for a while."""
+        if agent in self._agents:
+            self._acknowledge(self._agents[agent])
+
+    def acknowledge_worker(self, worker: WorkerId) -> None:
+        """Answer a heartbeat if nothing else was sent to the worker for a while."""
+        if worker in self._workers:
+            self._acknowledge(self._workers[worker])
+
+    def _acknowledge(self, stream: MessageStream) -> None:
+        if clock.monotonic() - stream.sent_at >= self._pong_after_s:
+            stream.send_encoded(_PONG)
 
     def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
         """Send a message to several workers; it is encoded once."""

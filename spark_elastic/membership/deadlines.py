@@ -6,6 +6,7 @@ Nothing here reads a clock; times come in as arguments. The cost is small even f
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -145,7 +146,8 @@ class Silence(Generic[Key]):
         due = self.next()
         if due is None or due > now:
             return []
-        overdue = [key for key, heard in self._heard.items() if heard + self._timeout_s <= now]
+        silent = itertools.takewhile(lambda item: item[1] + self._timeout_s <= now, self._heard.items())
+        overdue = [key for key, _ in silent]
         if now > due + self._interval_s:
             for key in overdue:
                 self._heard[key] = now - self._timeout_s + self._interval_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spark_elastic.errors import exit_in_words
 
@@ -137,6 +137,10 @@ class WaitKind(enum.Enum):
     REPORTED = enum.auto()  # [detail: the words of whoever waits]
 
 
+EXACT_COUNTS = 16
+"""The largest count of workers of which every change is announced."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A description of what the job waits for. Two waits that differ only in the time that is left are equal."""
@@ -152,6 +156,17 @@ class Wait:
     ranks: tuple[int, ...] = ()  # the ranks that are waited for; empty if there are too many to name
     finishing: int = 0  # survivors that run the code after their loop, and are waited for longer
     detail: str = ""
+
+    def is_much_like(self, other: Wait) -> bool:
+        """Return True if the two are equal but for the time that is left, or for counts that differ by less than a
+        quarter and are larger than `EXACT_COUNTS`.
+        """
+        if self.have == other.have and self.finishing == other.finishing:
+            return self == other
+        for mine, theirs in ((self.have, other.have), (self.finishing, other.finishing)):
+            if mine != theirs and (min(mine, theirs) <= EXACT_COUNTS or 4 * abs(mine - theirs) >= max(mine, theirs)):
+                return False
+        return self == replace(other, have=self.have, finishing=self.finishing)
 
 
 # --- sentences -------------------------------------------------------------------------------------

@@ -479,7 +479,11 @@ class WorldLifecycle:
         self._announce_wait(wait, self._stall_due, now)
 
     def _announce_wait(self, wait: Wait, deadline: float | None, now: float) -> None:
-        """Announce what is waited for, if that changed."""
-        if self.waiting is None or (self.waiting.wait, self.waiting.deadline) != (wait, deadline):
-            self.waiting = Waiting(now, wait, deadline)
-            self._context.announce(self.waiting)
+        """Announce what is waited for, if that changed. Of large counts, only every change by a quarter is announced:
+        each of a thousand workers that wait for one another changes the count.
+        """
+        told = self.waiting
+        if told is not None and told.deadline == deadline and wait.is_much_like(told.wait):
+            return
+        self.waiting = Waiting(now, wait, deadline)
+        self._context.announce(self.waiting)

@@ -117,6 +117,11 @@ class Announcer:
         if self._verbose >= 2:
             self._say(f"spark_elastic: {record}")
 
+    @property
+    def pending(self) -> bool:
+        """True while a heartbeat may complete a line: a change is not printed yet, or its pause is not over."""
+        return bool(self._paused) or self._announced < len(self._log.changes)
+
     def print_changes(self, now: float, last: bool = False) -> float | None:
         """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
 

@@ -250,8 +250,10 @@ class EventLog:
 
     def _explain(self, of: Callable[[_Departure], bool], cause: LossCause, whole: bool, now: float) -> None:
         """Store the cause of departures that were noticed before. `whole`: their agents or executors are gone too."""
-        for index, departures in self._departures.items():
-            if self._changes[index].kind == "lost" and now - self._changes[index].at < LATE_S:
+        for index, departures in list(self._departures.items()):
+            if now - self._changes[index].at >= LATE_S and index not in self._open:
+                del self._departures[index]  # or each event would look at all losses of a long job
+            elif self._changes[index].kind == "lost" and now - self._changes[index].at < LATE_S:
                 for departure in filter(of, departures):
                     departure.whole = departure.whole or whole
                     if departure.cause.is_symptom and not cause.is_symptom:
