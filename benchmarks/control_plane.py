@@ -304,7 +304,11 @@ def machine_costs(size: int) -> dict[str, float]:
     feed("their agents are lost", [seen.AgentLost(agent_of[each], gone) for each in half])
     rest = survivors[size // 2 :]
     feed("a survivor is ready, and too few are left", ready(rest, 2))
-    feed("an agent is back", [seen.AgentJoined(size + slot + 1, place) for slot, place in enumerate(places[:10])])
+    home = [agent_of[each] for each in half]
+    ended = LossCause(LossKind.CONNECTION_CLOSED)
+    feed("a slot has ended", [seen.SlotEnded(agent - 1, ended) for agent in home])
+    back = [seen.AgentJoined(size + agent, places[agent - 1]) for agent in home]
+    feed("an agent is back, while workers wait", back)
     return costs
 
 

@@ -266,5 +266,9 @@ class ElasticSettings:
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """Seconds between two heartbeats of a worker or agent: five within the timeout, at most 2 s apart."""
-        return min(self.heartbeat_timeout_s / 5, 2.0)
+        """Seconds between two heartbeats of a worker or agent.
+
+        Five within the timeout, at most 2 s apart; in jobs of more than 300 workers further apart, so that the driver
+        gets no more than 150 a second from workers, and as many from agents, while five within the timeout allow it.
+        """
+        return min(self.heartbeat_timeout_s / 5, max(2.0, self.max_num_proc / 150))

@@ -50,6 +50,9 @@ RESULTS_TIMEOUT_S = 300.0
 FAREWELL_TIMEOUT_S = 2.0
 """Seconds that agents have to end by themselves before their launches are ended."""
 CLOSE_TIMEOUT_S = 3.0
+MAX_CLOCK_INTERVAL_S = 2.0
+"""Seconds between two readings of the clocks, which find the driver's own pauses."""
+_MOST_SLOTS_NAMED = 8
 _RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
 
@@ -175,7 +178,8 @@ class ElasticDriver:
         self._launched: set[SlotId] = set()
         """Slots whose launch has not ended."""
         self._results = WorkerResults()
-        self._machine_clock = MachineClock(settings.heartbeat_interval_s)
+        self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
+        self._machine_clock = MachineClock(self._read_clock_every_s)
         self._clock_timer: asyncio.TimerHandle | None = None
         self._deadline_alarm: Alarm | None = None
         self._announce_alarm: Alarm | None = None
@@ -337,7 +341,9 @@ class ElasticDriver:
             try:
                 await asyncio.wait_for(self._slots_over.wait(), timeout)
             except asyncio.TimeoutError:
-                logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
+                named = sorted(self._launched)[:_MOST_SLOTS_NAMED]
+                more = f" and {len(self._launched) - len(named)} more" if len(self._launched) > len(named) else ""
+                logger.warning("slots %s%s did not end within %.0f s", named, more, timeout)
         if self._failure is not None:
             raise self._failure
         return self._results.in_rank_order()
@@ -370,7 +376,7 @@ class ElasticDriver:
     def _keep_looking(self) -> None:
         assert self._loop is not None
         self._now()
-        self._clock_timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
+        self._clock_timer = self._loop.call_later(self._read_clock_every_s, self._keep_looking)
 
     def _expect_deadline(self, now: float) -> None:
         """Have the machine get a `Tick` when its next deadline has come."""

@@ -59,6 +59,7 @@ class WorldLifecycle:
 
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
+        self._holder: Worker | None = None  # WAITING: a survivor that held the state when all were looked at
         self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
         #: When the newest world broke, or its first member stopped; None: neither has happened yet.
         self._paused_at: float | None = None
@@ -372,6 +373,9 @@ class WorldLifecycle:
 
     def _settle(self, now: float) -> None:
         """Decide what follows a world whose members have all come back, are done, or are gone."""
+        if self._still_too_few():
+            self._wait_for_replacements(self._registry.count(READY) + len(self._done), now)
+            return
         ready = list(self._registry.in_state(READY))
         if self._done and not any(worker.rank is not None for worker in ready):
             self._finish(now)
@@ -379,6 +383,7 @@ class WorldLifecycle:
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
         held = any(self._holds(worker) for worker in ready)
+        self._holder = next((worker for worker in ready if worker.rank is not None and self._holds(worker)), None)
         behind = not held and any(self._holds(worker) for worker in self._registry.in_state(ADMITTED))
         if not held and not behind:
             if self.furthest.trained:
@@ -394,12 +399,25 @@ class WorldLifecycle:
         # a holder of the state is on its way to the job's loop; the others wait for it
         members = [] if behind else decisions.select(ready, len(self._done), self._settings.min_num_proc)
         have = len(members) + len(self._done)
-        decision = self._gathering.next_world(have, now)
-        if decision.go:
+        if self._gathering.next_world(have, now).go:
             self._publish(members, now)
             return
         if self.phase is not Phase.WAITING:
             self._enter(Phase.WAITING)
+        self._wait_for_replacements(have, now)
+
+    def _still_too_few(self) -> bool:
+        """Return True if it is known without a look at all workers that the job has to wait: one of them holds the
+        state, and they are fewer than the minimum, so that none of them may leave.
+        """
+        holder = self._holder
+        if self.phase is not Phase.WAITING or holder is None:
+            return False
+        holds = holder.state is READY and holder.rank is not None and self._holds(holder)
+        return holds and self._registry.count(READY) + len(self._done) < self._settings.min_num_proc
+
+    def _wait_for_replacements(self, have: int, now: float) -> None:
+        decision = self._gathering.next_world(have, now)
         if decision.expired:
             self.fail(self._gathering.not_enough(have, self._last_loss, now), now)
         else:
