@@ -126,7 +126,8 @@ class AddressBook:
             after = (at + 1) % count
             following[at] = after if hosts[after] != hosts[at] else following[after]
         for at, agent in enumerate(agents):
-            nearest, last, other = [], 0, following[at]
+            nearest: list[AgentId] = []
+            last, other = 0, following[at]
             while len(nearest) < PROBES_PER_NEWCOMER and (other - at) % count > last:
                 last = (other - at) % count
                 nearest.append(agents[other])

@@ -6,11 +6,12 @@ Most are pure functions; the class `Gathering` applies them while a job waits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobError, NotEnoughSlotsError
 from spark_elastic.membership.failures import RegroupBackoff
+from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
     Wait,
     WaitKind,
@@ -24,28 +25,10 @@ from spark_elastic.membership.reasons import (
 )
 from spark_elastic.membership.registry import ADMITTED, BOOTING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
-from spark_elastic.membership.topology import Member, Place, WorkerId, World, ranked
+from spark_elastic.membership.topology import WorkerId, World
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
-
-
-def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) -> tuple[Member, ...]:
-    """Assign ranks host by host, survivors (the workers in `old_ranks`) first and in their old order.
-
-    Hosts come in the order of their first survivor's old rank, hosts without survivors behind them in the order of
-    their lowest worker id. Within a host the survivors keep their order and newcomers follow by worker id. The result
-    does not depend on the order of the mappings. See `topology.ranked` for the other positions.
-    """
-    newcomer = len(places) + max(old_ranks.values(), default=0) + 1
-
-    def seniority(worker: WorkerId) -> tuple[int, WorkerId]:
-        return old_ranks.get(worker, newcomer), worker
-
-    by_host: dict[str, list[WorkerId]] = {}
-    for worker in sorted(places, key=seniority):  # a host appears when its most senior worker does
-        by_host.setdefault(places[worker].host, []).append(worker)
-    return ranked((worker, places[worker]) for workers in by_host.values() for worker in workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -163,28 +162,6 @@ class Member:
     local_size: int
     cross_rank: int
     cross_size: int
-
-
-def ranked(workers: Iterable[tuple[WorkerId, Place]]) -> tuple[Member, ...]:
-    """Return the members of a world from its workers in rank order, host by host.
-
-    `local_rank` counts within the host. As in Horovod, `cross_rank` counts the hosts that have a worker of the same
-    local rank, and `cross_size` is the number of those hosts.
-    """
-    in_order = list(workers)
-    local_sizes: Counter[str] = Counter()
-    local_ranks: list[int] = []
-    for _, place in in_order:
-        local_ranks.append(local_sizes[place.host])
-        local_sizes[place.host] += 1
-    cross_sizes = Counter(local_ranks)
-    cross_seen = [0] * len(cross_sizes)
-    members: list[Member] = []
-    for rank, ((worker, place), local) in enumerate(zip(in_order, local_ranks, strict=True)):
-        size, across = local_sizes[place.host], cross_sizes[local]
-        members.append(Member(worker, place, rank, local, size, cross_seen[local], across))
-        cross_seen[local] += 1
-    return tuple(members)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from spark_elastic.errors import ProtocolError
-from spark_elastic.membership.topology import Place, WorkerId, World, ranked
+from spark_elastic.membership.ranking import ranked
+from spark_elastic.membership.topology import Place, WorkerId, World
 from spark_elastic.wire.messages import Endpoint, MovedMember, Newcomer, WorldAssigned, WorldChanged
 
 _NEWCOMER = -1

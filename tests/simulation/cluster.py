@@ -311,8 +311,8 @@ class Cluster:
             self._schedule()
 
     def _schedule(self) -> None:
+        usable = [x for x in self.executors if x.alive and not x.draining and x.reachable and not x.apart]
         for slot in list(self._pending):
-            usable = [x for x in self.executors if x.alive and not x.draining and x.reachable and not x.apart]
             free = [x for x in usable if len(x.slots) < x.cores]
             if not free:
                 return

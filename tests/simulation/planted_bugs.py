@@ -19,6 +19,7 @@ _MODULES = (
     "registry",
     "failures",
     "slots",
+    "ranking",
     "decisions",
     "worlds",
     "machine",
@@ -47,11 +48,11 @@ BUGS = (
         "                with self.registry.changing(worker):\n                    worker.version",
         "                if worker:\n                    worker.version",
     ),
-    Bug("newcomers go before survivors", "decisions", "newcomer = len(places) + max(", "newcomer = -1 - max("),
+    Bug("newcomers go before survivors", "ranking", "newcomer = len(places) + max(", "newcomer = -1 - max("),
+    Bug("hosts are mixed", "ranking", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"),
     Bug(
-        "hosts are mixed", "decisions", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"
+        "every host counts as a column", "ranking", "cross_size=cross_sizes[local_rank]", "cross_size=len(local_sizes)"
     ),
-    Bug("every host counts as a column", "decisions", "cross_size=cross_sizes[local_rank]", "cross_size=len(by_host)"),
     Bug(
         "the least advanced is the root",
         "decisions",
@@ -255,7 +256,13 @@ BUGS = (
         "Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)",
         "Silence(1.15 * settings.heartbeat_interval_s, settings.heartbeat_interval_s)",
     ),
-    Bug("silence never ends", "deadlines", "if heard + self._timeout_s <= now]", "if heard + self._timeout_s <= 0]"),
+    Bug("silence never ends", "deadlines", "item[1] + self._timeout_s <= now,", "item[1] + self._timeout_s <= 0,"),
+    Bug(
+        "workers wait on although they are enough again",
+        "worlds",
+        "return holds and self._registry.count(READY) + len(self._done) < ",
+        "return holds and 0 < ",
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
     python -m tests.simulation.seeds FIRST LAST            # 1 to 8 workers each
     python -m tests.simulation.seeds FIRST LAST --large    # 10 to 200
+    python -m tests.simulation.seeds FIRST LAST --huge     # 1,000
 
 Prints the seeds that fail; the exit status is 1 if there are any.
 """
@@ -39,18 +40,21 @@ FAULTS = (
 )
 
 
-def plan_of(rng: random.Random, *, large: bool = False) -> Plan:
+def plan_of(rng: random.Random, *, large: bool = False, huge: bool = False) -> Plan:
     """Draw a job and its failures.
 
     Args:
         large: 10 to 200 workers on up to 60 hosts, with few steps. Otherwise 1 to 8 on up to 4.
+        huge: 1,000 workers, eight on a host, with a step or two.
     """
     hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
     max_num_proc = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
     if large:
         hosts, cores = rng.randint(5, 60), rng.randint(2, 4)
         max_num_proc = min(rng.randint(20, 200), hosts * cores)
-    num_proc = rng.randint(1, max_num_proc)
+    if huge:
+        hosts, cores, max_num_proc, large = 126, 8, 1000, True
+    num_proc = max_num_proc if huge else rng.randint(1, max_num_proc)
     settings = ElasticSettings(
         num_proc=num_proc,
         min_num_proc=rng.randint(1, (num_proc + 1) // 2 if large else num_proc),
@@ -67,6 +71,8 @@ def plan_of(rng: random.Random, *, large: bool = False) -> Plan:
     )
     plain = rng.random() < 0.2
     steps = rng.randint(3, 20) if large else rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
+    if huge:
+        steps = rng.randint(1, 2)
     horizon = steps * 0.4 + 8
     faults = [(rng.uniform(0, horizon), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12]))]
     if faults and rng.random() < 0.3:  # bad luck comes in pairs
@@ -99,13 +105,13 @@ def plan_of(rng: random.Random, *, large: bool = False) -> Plan:
     )
 
 
-def simulate(seed: int, machine_class: Any, *, large: bool = False) -> Cluster:
-    """Run one seed to its end, as a job of many workers if `large`.
+def simulate(seed: int, machine_class: Any, *, large: bool = False, huge: bool = False) -> Cluster:
+    """Run one seed to its end, as a job of many workers if `large`, and of a thousand if `huge`.
 
     Raises: Violation, or whatever the machine itself raises, if an invariant does not hold.
     """
     rng = random.Random(seed)
-    plan = plan_of(rng, large=large)
+    plan = plan_of(rng, large=large, huge=huge)
     cluster = Cluster(machine_class(plan.settings), plan, rng)
     cluster.run()
     return cluster
@@ -116,11 +122,12 @@ def main() -> int:
     arguments.add_argument("first", type=int)
     arguments.add_argument("last", type=int)
     arguments.add_argument("--large", action="store_true")
+    arguments.add_argument("--huge", action="store_true")
     args = arguments.parse_args()
     failed = events = 0
     for seed in range(args.first, args.last + 1):
         try:
-            events += simulate(seed, Membership, large=args.large).events
+            events += simulate(seed, Membership, large=args.large, huge=args.huge).events
         except Exception as error:
             failed += 1
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)

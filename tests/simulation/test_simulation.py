@@ -30,6 +30,12 @@ def test_every_invariant_holds_with_many_workers(first: int) -> None:
             raise AssertionError(f"large seed {seed}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_invariant_holds_with_a_thousand_workers(seed: int) -> None:
+    job = simulate(seed, Membership, huge=True)
+    assert max(len(world.members) for world in job.worlds.values()) > 900
+
+
 def test_the_same_seed_is_the_same_job() -> None:
     for seed in range(40):
         one, two = simulate(seed, Membership), simulate(seed, Membership)

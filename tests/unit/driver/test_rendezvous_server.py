@@ -8,7 +8,8 @@ from spark_elastic.driver import rendezvous_server
 from spark_elastic.driver.admission import RefusalLog
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
-from spark_elastic.membership.topology import Member, Place, World, ranked
+from spark_elastic.membership.ranking import ranked
+from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.encoding import encode

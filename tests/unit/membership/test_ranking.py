@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.membership.decisions import assign
+from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.topology import Place
 
 hosts = st.sampled_from("abcd")

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.errors import ProtocolError
-from spark_elastic.membership.topology import Member, Place, StateVersion, World, ranked
+from spark_elastic.membership.ranking import ranked
+from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode, encode
 

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from spark_elastic.errors import ProtocolError
-from spark_elastic.membership.decisions import assign
+from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.topology import Place, World
 from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.messages import Endpoint, MovedMember, WorldAssigned, WorldChanged
