@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -173,6 +174,7 @@ CAPTIONS = {
     "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
     "chaos-standalone.json": "storms of random faults, standalone cluster",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
+    "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
@@ -282,6 +284,47 @@ def hostile() -> str:
                 for s in document["series"]
             ]
     return "\n".join(["| run | what | median | largest |", "|---|---|---|---|", *rows, ""])
+
+
+def control_plane() -> str:
+    """Return what `benchmarks/control_plane.py` measured: a row for each number of workers, and for each event."""
+    path = RESULTS / "control-plane.json"
+    if not path.exists():
+        return "There is no file of that run in `benchmarks/results`.\n"
+    document = json.loads(path.read_text())
+    raw, machine = document["raw"], document["machine"]
+    rows = []
+    for run in raw["runs"]:
+        of = {key: statistics.median(loss[key] for loss in run["losses"]) for key in run["losses"][0]}
+        cells = [f"{run['size']:,}", f"{_number(run['assemble_s'])} s", f"{_number(of['driver_cpu_s'] * 1e3)} ms"]
+        cells += [f"{_number(of['s'] * 1e3)} ms", f"{_number(of['bytes'] / 2**20)} MB"]
+        cells += [f"{_number(run['memory_mb'])} MB", f"{run['idle_cpu_share']:.1%}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    heads = [
+        "workers",
+        "all agents come at once",
+        "a loss: CPU of the driver",
+        "until the last survivor holds the next world",
+    ]
+    heads += ["bytes sent", "memory of the driver", "CPU while nothing happens"]
+    table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
+    grows = ", ".join(f"{name} N^{value:.2f}" for name, value in raw["exponents"].items())
+    when = f"{machine['when'][:10]}, {machine['cores']} cores, load {machine['load_average_1min']}"
+    parts = [*table, "", f"Medians ({when}). With N workers, from 30 on: {grows}.", ""]
+    if (DOCS / "images" / "control_plane.png").exists():
+        parts += ["![The same on logarithmic axes, by the number of workers](images/control_plane.png)", ""]
+    events = raw.get("machine") or {}
+    if events:
+        sizes = list(events)
+        parts += ["The membership machine alone, the mean of one event:", ""]
+        parts += [
+            f"| event | {' | '.join(f'{int(size):,} workers' for size in sizes)} |",
+            f"|{'---|' * (1 + len(sizes))}",
+        ]
+        for what in events[sizes[0]]:
+            parts.append(f"| {what} | {' | '.join(f'{_number(events[size][what])} us' for size in sizes)} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
@@ -398,6 +441,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "storms": storms,
     "hostile": hostile,
     "compared": compared,
+    "control_plane": control_plane,
     "lines_of_code": lines_of_code,
     "versions": versions,
 }
