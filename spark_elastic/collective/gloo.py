@@ -5,6 +5,7 @@ It is not the default group of `torch.distributed`, so users may have groups of 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
-from spark_elastic.collective import devices
+from spark_elastic.collective import devices, gloo_addresses
 from spark_elastic.collective.gloo_shutdown import (
     GRACE_S,
     GroupSockets,
@@ -74,53 +75,97 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
-    """The store in which Gloo exchanges addresses: one group's keys of one round in the driver's key-value store."""
+    """One group's keys of one round in the driver's key-value store, as a store of PyTorch."""
 
-    def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
+    def __init__(self, link: WorkerLink, round: int, prefix: str) -> None:
         super().__init__()
         self._link = link
         self._round = round
         self._prefix = prefix
-        self._expected = [prefix + key for key in keys]
         self._values: dict[str, bytes] = {}
-        self.error: BaseException | None = None
-        """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
 
     def set(self, key: str, value: Any) -> None:
-        self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
+        self._link.kv_set(self._round, self._prefix + key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self.fetch([key])[0]
+        return self._fetch([key], CONNECT_TIMEOUT_S)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+        self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._prefix + key in self._values for key in keys)
+        return all(key in self._values for key in keys)
 
     def has_extended_api(self) -> bool:
         return False
 
-    def fetch(self, keys: Sequence[str], timeout_s: float = CONNECT_TIMEOUT_S) -> list[bytes]:
-        """Return the values of keys, given without the prefix.
-
-        Missing ones are requested with all others that are expected, since Gloo asks for one at a time.
-        """
-        wanted = [self._prefix + key for key in keys]
-        missing = [key for key in wanted if key not in self._values]
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        missing = [key for key in keys if key not in self._values]
         if missing:
-            every = [key for key in self._expected if key not in self._values]
-            ask = every if set(missing) <= set(every) else missing
-            values = self._guarded(self._link.kv_get, self._round, ask, timeout_s)
-            self._values.update(zip(ask, values, strict=True))
-        return [self._values[key] for key in wanted]
+            values = self._link.kv_get(self._round, [self._prefix + key for key in missing], timeout_s)
+            self._values.update(zip(missing, values, strict=True))
+        return [self._values[key] for key in keys]
 
-    def _guarded(self, call: Any, *args: Any) -> Any:
+
+class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
+    """The store through which the members of one group exchange their addresses: one message of each to the driver.
+
+    Gloo has each member set a value with a number for each peer, and reads the values of all peers one by one. Those
+    numbers follow from the first of them, so a member sends what `gloo_addresses.describe` makes of its value, and the
+    driver sends all of them to each member. Gloo then reads what `gloo_addresses.restore` makes of those.
+
+    Args:
+        link: the connection to the driver.
+        round, name: identify the group.
+        rank: this process's rank in the group.
+        size: the number of members.
+        address: the address that this process's device was made for.
+        kind, note: what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
+    """
+
+    def __init__(
+        self, link: WorkerLink, round: int, name: str, rank: int, size: int, address: str, kind: str, note: str
+    ) -> None:
+        super().__init__()
+        self._link = link
+        self._round, self._name, self._rank, self._size = round, name, rank, size
+        self._address, self._kind, self._note = address, kind, note
+        self._own = ""
+        self.kinds: list[str] = []
+        self.notes: list[str] = []
+        self.addresses: list[bytes] = []
+        """The members' values, by rank; empty before they were exchanged."""
+        self.error: BaseException | None = None
+        """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
+
+    def set(self, key: str, value: Any) -> None:
+        address = gloo_addresses.describe(bytes(value), self._address)
+        self._own = json.dumps([self._kind, self._note, address])
+
+    def get(self, key: str) -> bytes:
+        self._exchange(CONNECT_TIMEOUT_S)
+        return self.addresses[int(key.removeprefix(_key("")))]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._exchange(timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.addresses)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _exchange(self, timeout_s: float) -> None:
+        if self.addresses:
+            return
         try:
-            return call(*args)
+            values = self._link.gather(self._round, self._name, self._rank, self._size, self._own, timeout_s)
         except BaseException as error:
             self.error = error
             raise
+        found = [json.loads(value) for value in values]
+        self.kinds, self.notes = [kind for kind, _, _ in found], [note for _, note, _ in found]
+        self.addresses = [gloo_addresses.restore(address, self._size) for _, _, address in found]
 
 
 @dataclass(frozen=True)
@@ -240,21 +285,18 @@ class GlooGroup:
 
     def _exchanged(self) -> tuple[ProcessGroupGloo, GroupSockets]:
         """Exchange the members' addresses through the driver, and connect to them."""
-        keys = [_key(rank) for rank in range(self.size)]
-        kinds = [f"kind/{rank}" for rank in range(self.size)]
-        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", [*keys, *kinds])
+        may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
+        address = self._addresses[self.rank]
+        store = AddressExchange(
+            self._link, self.round, self.name, self.rank, self.size, address, "gpu" if may else "cpu", self.note
+        )
         try:
-            may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
-            kind = "gpu" if may else "cpu"
-            # set before the address: a member that can read the address can read this too
-            store.set(kinds[self.rank], f"{kind} {self.note}".encode())
             before = frozenset(open_sockets().values())
-            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
-            sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
-            values = [value.decode().partition(" ") for value in store.fetch(kinds)]
+            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(address))
+            sockets = GroupSockets(before, set(self._addresses), store.addresses)
         except BaseException as error:
             raise store.error or error from None
-        self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
+        self.kinds, self.notes = set(store.kinds), store.notes
         return pg, sockets
 
     def cut(self, why: str) -> None:
@@ -438,7 +480,7 @@ def give_up_device(address: str) -> None:
         graveyard.bury(device)
 
 
-def _key(rank: int) -> str:
+def _key(rank: int | str) -> str:
     """Return the key under which Gloo looks for a member's address."""
     return f"0/{rank}"
 

@@ -11,6 +11,7 @@ value has this layout, so that with another version of Gloo the exchange takes p
 
 from __future__ import annotations
 
+import base64
 import socket
 import struct
 from collections.abc import Sequence
@@ -76,6 +77,29 @@ def write(host: bytes, address: str, port: int, numbers: Sequence[int]) -> bytes
     """Return the value of a member that listens there."""
     raw = _write_address(address, port)
     return _SIZE.pack(len(host)) + host + _SIZE.pack(len(raw)) + raw + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def describe(value: bytes, address: str) -> list[str | int]:
+    """Return what others need to know of a member's value: as plain values, whose size does not depend on the group's.
+
+    A value of another layout is returned whole, in base 64.
+    """
+    try:
+        found = read(value, address)
+    except UnknownLayoutError:
+        return [base64.b64encode(value).decode()]
+    first, count = found.numbers[0], len(found.numbers)
+    if found.numbers != tuple(range(first, first + count)):
+        return [base64.b64encode(value).decode()]
+    return [found.host.decode("latin-1"), address, found.port, first]
+
+
+def restore(described: Sequence[str | int], size: int) -> bytes:
+    """Return the value that `describe` has described, in a group of that size."""
+    if len(described) == 1:
+        return base64.b64decode(str(described[0]))
+    host, address, port, first = described
+    return write(str(host).encode("latin-1"), str(address), int(port), range(int(first), int(first) + size))
 
 
 def _write_address(address: str, port: int) -> bytes:

@@ -79,7 +79,7 @@ class Group(GlooGroup):
         self._hosts = list(hosts)
         self._shared: SharedMemoryReducer | None = None
         self._between: GlooGroup | None = None
-        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/", []), serve_peers, STALL_S)
+        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), serve_peers, STALL_S)
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
 

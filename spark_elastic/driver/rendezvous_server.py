@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from spark_elastic import clock
@@ -24,7 +24,7 @@ from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.world_changes import difference
 
 MAX_ROUND_BYTES = 64 * 2**20
-"""Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
+"""The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
 HELLO_TIMEOUT_S = 60.0
 """Agents and workers send their hello as soon as they are authenticated."""
 
@@ -45,6 +45,15 @@ class _Request:
     answer: Callable[[list[bytes]], None]
 
 
+@dataclass(eq=False, slots=True)
+class _Gathering:
+    """The values of a group's members so far, and how to answer those that have sent one."""
+
+    size: int
+    values: dict[int, str] = field(default_factory=dict)
+    answers: list[Callable[[bytes], None]] = field(default_factory=list)
+
+
 class RoundKeyValues:
     """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until all their keys are set."""
 
@@ -54,12 +63,15 @@ class RoundKeyValues:
         self._bytes = 0
         self._waiting: dict[str, list[_Request]] = {}
         """The requests that wait for a key, by key."""
+        self._gatherings: dict[str, _Gathering] = {}
+        """The groups of which not all members have sent their values."""
 
     def begin(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
         self._round = round
         self._values.clear()
         self._waiting.clear()
+        self._gatherings.clear()
         self._bytes = 0
 
     def set(self, round: int, key: str, value: bytes) -> None:
@@ -71,10 +83,7 @@ class RoundKeyValues:
         if round != self._round:
             return  # a late message of a round that is over
         replaced = len(key) + len(self._values[key]) if key in self._values else 0
-        nbytes = self._bytes + len(key) + len(value) - replaced
-        if nbytes > MAX_ROUND_BYTES:
-            raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
-        self._bytes = nbytes
+        self._store(len(key) + len(value) - replaced)
         self._values[key] = value
         for request in self._waiting.pop(key, ()):
             request.missing -= 1
@@ -92,6 +101,35 @@ class RoundKeyValues:
         request = _Request(keys, len(missing), answer)
         for key in missing:
             self._waiting.setdefault(key, []).append(request)
+
+    def gather(self, sent: wire.KvGather, answer: Callable[[bytes], None]) -> None:
+        """Add a member's value. Once all members have sent one, answer each with the message, encoded once, that has
+        them all.
+
+        Raises:
+            ProtocolError: The members disagree about the size of their group, or the round has stored too much.
+        """
+        if sent.round != self._round:
+            return  # a late message of a round that is over
+        group = self._gatherings.get(sent.name, _Gathering(sent.size))
+        if group.size != sent.size:
+            raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {group.size}")
+        self._store(len(sent.name) + len(sent.value))
+        self._gatherings[sent.name] = group
+        group.values[sent.rank] = sent.value
+        group.answers.append(answer)
+        if len(group.values) == group.size:
+            del self._gatherings[sent.name]
+            values = tuple(group.values[rank] for rank in range(group.size))
+            body = encode(wire.KvGathered(sent.round, sent.name, values))
+            for each in group.answers:
+                each(body)
+
+    def _store(self, size: int) -> None:
+        """Count `size` more bytes of this round. Raises: ProtocolError: they are too many; they are not counted."""
+        if self._bytes + size > MAX_ROUND_BYTES:
+            raise ProtocolError(f"round {self._round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
+        self._bytes += size
 
 
 class Listener(Protocol):
@@ -309,6 +347,11 @@ class RendezvousServer:
         if isinstance(message, wire.KvSet):
             try:
                 self._key_values.set(message.round, message.key, message.payload)
+            except ProtocolError as error:
+                stream.abort(str(error))
+        elif isinstance(message, wire.KvGather):
+            try:
+                self._key_values.gather(message, stream.send_encoded)
             except ProtocolError as error:
                 stream.abort(str(error))
         elif isinstance(message, wire.KvGet):

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from spark_elastic import clock
 from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
@@ -29,6 +29,8 @@ from spark_elastic.wire.messages import (
     Goodbye,
     HostMemory,
     HostsUpdated,
+    KvGather,
+    KvGathered,
     KvGet,
     KvSet,
     KvValues,
@@ -74,6 +76,8 @@ class ChannelLink:
         self._cut_why = ""
         self._cut_callback: Callable[[int, str], None] | None = None
         self._replies: dict[int, KvValues] = {}
+        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}
+        """The values of groups, by round and name."""
         self._next_request = 0
         self._decisions: dict[int, str] = {}
         """The driver's decisions about epochs that this worker has asked about."""
@@ -229,21 +233,31 @@ class ChannelLink:
             self._next_request += 1
             request = self._next_request
         self._send(KvGet(round, request, tuple(keys)))
-        deadline = clock.monotonic() + timeout_s
-        with self._changed:
-            while request not in self._replies:
-                if self._cut_round >= round or self._newest_round() > round:
-                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
-                left = deadline - clock.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"no value for {list(keys)} within {timeout_s:.0f} s in round {round}")
-                self._changed.wait(left)
-            reply = self._replies.pop(request)
+        reply: KvValues = self._await_in_round(round, self._replies, request, timeout_s, f"value for {list(keys)}")
         values, start = [], 0
         for size in reply.sizes:
             values.append(reply.payload[start : start + size])
             start += size
         return values
+
+    def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
+        self._send(KvGather(round, name, rank, size, value))
+        what = f"values of all {size} members of {name}"
+        found: tuple[str, ...] = self._await_in_round(round, self._gathered, (round, name), timeout_s, what)
+        return found
+
+    def _await_in_round(self, round: int, replies: dict[Any, Any], key: Any, timeout_s: float, what: str) -> Any:
+        """Wait for the driver's reply under that key, and remove it. Raises as `WorkerLink.kv_get` does."""
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while key not in replies:
+                if self._cut_round >= round or self._newest_round() > round:
+                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no {what} within {timeout_s:.0f} s in round {round}")
+                self._changed.wait(left)
+            return replies.pop(key)
 
     # --- the end of the function ----------------------------------------------------------------------
 
@@ -324,6 +338,8 @@ class ChannelLink:
                 self._decisions[epoch] = stop
             case KvValues(request):
                 self._replies[request] = message
+            case KvGathered(round, name, values):
+                self._gathered[round, name] = values
 
     def _enter(self, assigned: WorldAssigned) -> None:
         self._assigned = assigned
@@ -332,6 +348,7 @@ class ChannelLink:
         self._address = addresses[world.member(self.worker).rank]
         self._assignment = Assignment(world, self.worker, addresses, self._updates_seen, assigned.endpoints, memory)
         self._replies.clear()
+        self._gathered.clear()
 
     def _cut(self, round: int, why: str) -> None:
         with self._changed:

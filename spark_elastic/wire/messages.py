@@ -318,6 +318,23 @@ class KvGet(Message):
     keys: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class KvGather(Message):
+    """Add a value to those of a group. Answered by one `KvGathered` once all members have; not if the round ends."""
+
+    round: int
+    name: str
+    """The group, among those of the round."""
+    rank: int
+    """The sender's rank in the group."""
+    size: int
+    value: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of a group of {self.size}")
+
+
 # --- driver -> worker ---------------------------------------------------------------------------
 
 
@@ -448,6 +465,15 @@ class KvValues(Message):
     request: int
     sizes: tuple[int, ...]
     payload: bytes
+
+
+@dataclass(frozen=True)
+class KvGathered(Message):
+    """Answer to the `KvGather` of all members of a group: their values, by rank."""
+
+    round: int
+    name: str
+    values: tuple[str, ...]
 
 
 # --- either -------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class ProvisionalPosition:
 class WorkerLink(Protocol):
     """The worker's side of the channel to the driver. Every blocking call ends when the job does.
 
-    `kv_set` and `kv_get` are called from more than one thread.
+    `kv_set`, `kv_get` and `gather` are called from more than one thread.
     """
 
     @property
@@ -260,6 +260,23 @@ class WorkerLink(Protocol):
         ...
 
     def kv_set(self, round: int, key: str, value: bytes) -> None: ...
+
+    def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
+        """Return the values of all members of a group, by rank; each of them calls this.
+
+        Args:
+            round: The round of the world.
+            name: Identifies the group among those of the round.
+            rank: This process's rank in the group.
+            size: The number of members.
+            value: This process's value.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            HorovodInternalError: The driver has ended the round, or published a newer one.
+            TimeoutError: A member did not send its value within `timeout_s`.
+        """
+        ...
 
     def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Wait until every key is set, and return their values.

@@ -145,6 +145,11 @@ class WorldLink:
     def show(self, what: Any) -> bool:
         return True
 
+    def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> list[str]:
+        self.kv_set(round, f"gather/{name}/{rank}", value.encode())
+        keys = [f"gather/{name}/{each}" for each in range(size)]
+        return [each.decode() for each in self.kv_get(round, keys, timeout_s)]
+
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self.send("set", round, key, value)
 

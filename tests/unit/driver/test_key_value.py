@@ -2,6 +2,8 @@ import pytest
 
 from spark_elastic.driver.rendezvous_server import MAX_ROUND_BYTES, RoundKeyValues
 from spark_elastic.errors import ProtocolError
+from spark_elastic.wire.encoding import decode
+from spark_elastic.wire.messages import KvGather, KvGathered
 
 
 @pytest.fixture
@@ -56,3 +58,35 @@ def test_value_that_was_refused_or_replaced_takes_no_room(store):
     store.set(1, "c", b"of another worker")
     store.get(1, ["c"], answers.append)
     assert answers == [[b"of another worker"]]
+
+
+def test_values_of_a_group_are_sent_to_all_members_once_the_last_has_come(store):
+    answers = []
+    for rank in (2, 0, 1):
+        assert answers == []
+        store.gather(KvGather(1, "global", rank, 3, f"value {rank}"), answers.append)
+    assert [decode(body) for body in answers] == [KvGathered(1, "global", ("value 0", "value 1", "value 2"))] * 3
+    assert answers[0] is answers[1] is answers[2]  # encoded once
+
+
+def test_groups_of_one_round_are_apart_and_a_new_round_forgets_them(store):
+    answers = []
+    store.gather(KvGather(1, "one", 0, 2, "a"), answers.append)
+    store.gather(KvGather(1, "other", 1, 2, "b"), answers.append)
+    store.begin(2)
+    store.gather(KvGather(2, "one", 1, 2, "c"), answers.append)
+    store.gather(KvGather(1, "one", 0, 2, "late"), answers.append)
+    assert answers == []
+
+
+def test_members_that_disagree_about_their_number_are_refused(store):
+    store.gather(KvGather(1, "one", 0, 2, "a"), print)
+    with pytest.raises(ProtocolError, match="a member of 'one' says that it has 3 members, not 2"):
+        store.gather(KvGather(1, "one", 1, 3, "b"), print)
+    with pytest.raises(ValueError, match="rank 3 of a group of 3"):
+        KvGather(1, "one", 3, 3, "b")
+
+
+def test_a_round_cannot_be_filled_by_values_of_groups(store):
+    with pytest.raises(ProtocolError, match="more than"):
+        store.gather(KvGather(1, "one", 0, 2, "x" * MAX_ROUND_BYTES), print)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed import ProcessGroupGloo
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective import gloo_addresses, standby
-from spark_elastic.collective.gloo_addresses import UnknownLayoutError, read, write
+from spark_elastic.collective.gloo_addresses import UnknownLayoutError, describe, read, restore, write
 from spark_elastic.collective.process import process
 from tests.unit.world_link import link
 from tests.unit.worlds import WorldDriver
@@ -30,6 +32,19 @@ def test_what_a_device_announces_is_read_and_written_again(address):
     assert 1024 <= found.port < 65536
     written = write(found.host, address, found.port, range(7, 12))
     assert read(written, address) == gloo_addresses.GlooListener(found.host, found.port, (7, 8, 9, 10, 11))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_value_is_described_by_its_first_number_and_restored(address):
+    value = write(b"h\xf6st", address, 4711, range(7, 1007))
+    described = describe(value, address)
+    assert described == ["h\xf6st", address, 4711, 7]
+    assert restore(json.loads(json.dumps(described)), 1000) == value
+
+
+@pytest.mark.parametrize("value", [b"a newer layout", write(b"host", "127.0.0.1", 4711, [3, 5, 6])])
+def test_value_that_cannot_be_described_is_restored_too(value):
+    assert restore(json.loads(json.dumps(describe(value, "127.0.0.1"))), 3) == value
 
 
 def test_another_layout_is_noticed():
