@@ -35,6 +35,11 @@ _AT_ONCE = 32
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+def most_handshakes(workers: int) -> int:
+    """Return how many connections may be in their handshake at a time in a job of so many workers."""
+    return max(MAX_UNAUTHENTICATED, 2 * workers)
+
+
 class Admission:
     """The connections of a server from `accept` until they are authenticated or closed.
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.admission import MAX_UNAUTHENTICATED
+from spark_elastic.driver.admission import most_handshakes
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
@@ -113,7 +113,7 @@ class Peers:
             silence_limit_s=self.settings.driver_silence_s,
             stall_timeout_s=self.settings.stall_timeout_s,
             encrypt=self.spec.encrypt,
-            max_unauthenticated=max(MAX_UNAUTHENTICATED, 2 * self.settings.max_num_proc),
+            max_unauthenticated=most_handshakes(self.settings.max_num_proc),
         )
         self.agents: set[AgentId] = set()
         """Agents that are connected and usable."""

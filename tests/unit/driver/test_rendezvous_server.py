@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from spark_elastic.driver import rendezvous_server
-from spark_elastic.driver.admission import RefusalLog
+from spark_elastic.driver.admission import RefusalLog, most_handshakes
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.membership.ranking import ranked
@@ -63,10 +63,8 @@ class Served:
             self.key,
             self.listener,
             heartbeat_interval_s=1.0,
-            silence_limit_s=5.0,
             stall_timeout_s=60.0,
-            max_unauthenticated=LIMIT,
-            **limits,
+            **({"silence_limit_s": 5.0, "max_unauthenticated": LIMIT} | limits),
         )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -192,6 +190,32 @@ def test_world_is_encoded_once_for_all_members_and_again_only_for_newcomers(serv
     inboxes[3].wait_for("message", difference(second, third))
     assert encoded.count(wire.WorldAssigned) == 2
     assert encoded.count(wire.WorldChanged) == 2
+
+
+@pytest.mark.parametrize(("silence_limit_s", "answered"), [(0.0, True), (1e6, False)])
+def test_heartbeat_is_answered_if_nothing_else_was_sent_for_a_while(silence_limit_s, answered):
+    served = Served(silence_limit_s=silence_limit_s)
+    try:
+        served.listener.expected.add(5)
+        _, agent = served.client(HELLO)
+        _, worker = served.client(wire.WorkerHello(5, 1))
+        served.listener.wait_for("agent_joined", 1)
+        served.listener.wait_for("worker_said", 5)
+        served.call(served.server.acknowledge_agent, 1)
+        served.call(served.server.to_agent, 1, wire.FinishAgent(False, "last"))
+        served.call(served.server.acknowledge_worker, 5)
+        served.call(served.server.to_workers, [5, 6], wire.Cut(1, "last"))
+        agent.wait_for("message", wire.FinishAgent(False, "last"))
+        worker.wait_for("message", wire.Cut(1, "last"))
+        for inbox in (agent, worker):
+            assert (("message", wire.Pong()) in inbox.told) is answered
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 256), (128, 256), (1000, 2000)])
+def test_all_agents_of_a_large_job_may_be_in_their_handshake_at_once(workers, most):
+    assert most_handshakes(workers) == most
 
 
 def test_worker_that_left_a_world_out_gets_the_next_one_whole(served):
