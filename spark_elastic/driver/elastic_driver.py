@@ -364,7 +364,7 @@ class ElasticDriver:
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
         if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self._announcer.pending:
             self._announce()
-        self._expect_deadline(now)
+        self._expect_deadline()
 
     def _now(self) -> float:
         """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
@@ -378,7 +378,7 @@ class ElasticDriver:
         self._now()
         self._clock_timer = self._loop.call_later(self._read_clock_every_s, self._keep_looking)
 
-    def _expect_deadline(self, now: float) -> None:
+    def _expect_deadline(self) -> None:
         """Have the machine get a `Tick` when its next deadline has come."""
         deadline = None if self._ending else self._machine.next_deadline()
         assert self._deadline_alarm is not None
@@ -387,7 +387,7 @@ class ElasticDriver:
     def _on_deadline(self) -> None:
         now, deadline = self._now(), self._machine.next_deadline()
         if deadline is not None and deadline > now:  # it has moved since, or the driver was paused
-            self._expect_deadline(now)
+            self._expect_deadline()
         else:
             self._handle(seen.Tick())
 

@@ -209,3 +209,16 @@ def test_cause_that_is_no_better_does_not_replace_the_one_that_is_known():
     job.tell(5.1, e.SlotEnded(1, LossCause(LossKind.UNEXPLAINED, detail="the agent's Python process died")))
     assert "(its connection closed (reset))" in job.said[-1]
     assert [change.unexplained for change in job.log.changes if change.kind == "lost"] == [True]
+
+
+def test_of_many_workers_that_are_lost_at_once_a_few_are_named() -> None:
+    job = Job(40)
+    for number in range(1, 31):
+        job.tell(4.0, e.WorkerLost(number, CLOSED))
+        job.tell(4.0, e.AgentLost(number, CLOSED))
+    for number in range(1, 31):
+        job.tell(4.1, e.SlotEnded(number - 1, exited(-9)))
+    (change,) = [each for each in job.log.changes if each.kind == "lost"]
+    assert change.who == "executors 0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9 and 18 more"
+    assert (change.before, change.after, change.reason) == (40, 10, "killed by signal 9")
+    assert not change.unexplained
