@@ -310,7 +310,7 @@ def control_plane() -> str:
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
     grows = ", ".join(f"{name} N^{value:.2f}" for name, value in raw["exponents"].items())
     when = f"{machine['when'][:10]}, {machine['cores']} cores, load {machine['load_average_1min']}"
-    parts = [*table, "", f"Medians ({when}). With N workers, from 30 on: {grows}.", ""]
+    parts = [*table, "", f"Medians ({when}).{f' With N workers, from 30 on: {grows}.' if grows else ''}", ""]
     if (DOCS / "images" / "control_plane.png").exists():
         parts += ["![The same on logarithmic axes, by the number of workers](images/control_plane.png)", ""]
     events = raw.get("machine") or {}

@@ -45,7 +45,7 @@ def draw(raw: dict[str, Any]) -> Figure:
     axes.set_ylabel("milliseconds")
     axes.grid(color=GREY, alpha=0.25, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="lower right", frameon=False)
     return figure
 
 
