@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
 from spark_elastic.collective import devices, gloo_addresses
+from spark_elastic.collective.exchange import ExchangeWork, exchangeable, launch_exchange
 from spark_elastic.collective.gloo_shutdown import (
     GRACE_S,
     GroupSockets,
@@ -341,12 +342,17 @@ class GlooGroup:
             fill: writes this member's contribution; None: it is in `tensor`.
         """
         self._settle()
+        self.log.launched("allreduce", tensor, op)
+        if exchangeable(tensor, op, self.size):
+            return launch_exchange(tensor, op, self.size, fill, self._exchange_equal_parts)
         if fill is not None:
             fill(tensor, 0)
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
-        self.log.launched("allreduce", tensor, op)
         return self._launch("allreduce", [tensor], options)
+
+    def _exchange_equal_parts(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+        return self._launch("alltoall_base", received, sent, [], [])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
         self._settle()
@@ -392,12 +398,16 @@ class GlooGroup:
         self.wait(self._launch("_allgather_base", everyone.view(-1), sent))
         return [row.numpy().tobytes() for row in everyone]
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Any) -> None:
         """Block until a launched collective is done.
 
         Raises:
             HorovodInternalError: a peer is gone, or the driver has ended the round.
         """
+        if isinstance(work, ExchangeWork):
+            self.wait(work.exchange)
+            work.combine()
+            return
         try:
             if not has_ended(work, _STALL):
                 self._wait_on(work)

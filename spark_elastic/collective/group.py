@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
+from spark_elastic.collective.combining import combinable
+from spark_elastic.collective.exchange import ExchangeWork
 from spark_elastic.collective.gloo import Fill, GlooGroup, Introduction, LinkStore
 from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
@@ -21,7 +23,6 @@ from spark_elastic.collective.shared_memory_reducer import (
     SharedMemoryReducer,
     SharedWork,
     SpinWait,
-    reducible,
     serve_peers,
 )
 from spark_elastic.wire.worker_link import WorkerLink
@@ -149,7 +150,7 @@ class Group(GlooGroup):
                 fill(tensor, 0)
             return self._allreduce_on_gpu(tensor, op)
         shared = self._shared
-        if shared is None or not reducible(tensor, op) or self._is_too_large(tensor):
+        if shared is None or not combinable(tensor, op) or self._is_too_large(tensor):
             return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
@@ -193,9 +194,9 @@ class Group(GlooGroup):
             assert self._shared is not None
             self._shared.wait(work)
             return
-        if self._shared is not None and self._shared.others_wait:
+        if self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
             self._take_turns(work)
-        super().wait(work)
+        super().wait(work)  # of an `ExchangeWork`, it calls this method for the exchange
 
     def _take_turns(self, work: dist.Work) -> None:
         """Wait up to `STALL_S` for Gloo, and meanwhile do the work that other members may wait for."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_elastic import clock
+from spark_elastic.collective.combining import DTYPES, OPERATORS, combine_function, combine_into, operator_name
 from spark_elastic.collective.gloo import Fill, GlooGroup
 from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.shared_memory import (
@@ -43,20 +44,8 @@ from spark_elastic.collective.shared_memory import (
 )
 from spark_elastic.errors import HorovodInternalError, UsageError
 
-# --- chunks: their codes in the table, how they are combined and cut into slices ------------------------
+# --- chunks: their codes in the table, and how they are cut into slices --------------------------------
 
-_KINDS = {
-    dtype: number
-    for number, dtype in enumerate(
-        (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
-    )
-}
-_OPERATORS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
-    "SUM": (0, torch.add),
-    "PRODUCT": (1, torch.mul),
-    "MIN": (2, torch.minimum),
-    "MAX": (3, torch.maximum),
-}
 _SLICE_ALIGN_BYTES = 64
 """Two members never write to one cache line."""
 
@@ -83,18 +72,13 @@ class Chunk:
 
     @property
     def combine(self) -> Callable[..., torch.Tensor]:
-        return _OPERATORS[_name(self.op)][1]
-
-
-def reducible(tensor: torch.Tensor, op: Any) -> bool:
-    """Return True if this reduction can use shared memory; the answer is the same on every member."""
-    return tensor.dtype in _KINDS and tensor.device.type == "cpu" and _name(op) in _OPERATORS
+        return combine_function(self.op)
 
 
 def chunk_code(tensor: torch.Tensor, op: Any) -> int:
     """Encode size, type and operator in one number; it is equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
-    return nbytes << 16 | _KINDS[tensor.dtype] << 8 | _OPERATORS[_name(op)][0]
+    return nbytes << 16 | DTYPES[tensor.dtype] << 8 | OPERATORS[operator_name(op)][0]
 
 
 def _chunk_bytes(code: int) -> int:
@@ -102,7 +86,7 @@ def _chunk_bytes(code: int) -> int:
 
 
 def _described(code: int) -> str:
-    dtype = next((str(dtype) for dtype, number in _KINDS.items() if number == code >> 8 & 0xFF), "?")
+    dtype = next((str(dtype) for dtype, number in DTYPES.items() if number == code >> 8 & 0xFF), "?")
     return f"{_chunk_bytes(code)} bytes of {dtype}"
 
 
@@ -111,26 +95,6 @@ def slices_of(tensor: torch.Tensor, owners: int) -> list[slice]:
     count, unit = tensor.numel(), _SLICE_ALIGN_BYTES // tensor.element_size()
     each = -(-count // (owners * unit)) * unit
     return [slice(min(count, each * owner), min(count, each * (owner + 1))) for owner in range(owners)]
-
-
-def combine_into(parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
-    """Combine the parts, in order, into `out`, which may be one of the first two of them.
-
-    Types of 16 bits are rounded once, at the end.
-    """
-    if len(parts) > 2 and out.dtype in (torch.float16, torch.bfloat16):
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = combine(total, part)
-        out.copy_(total)
-        return
-    combine(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        combine(out, part, out=out)
-
-
-def _name(op: Any) -> str:
-    return str(op).rsplit(".", 1)[-1]
 
 
 # --- waiting for a peer -----------------------------------------------------------------------------
