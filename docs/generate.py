@@ -249,10 +249,11 @@ def storms() -> str:
             counts.update(fault["kind"] for fault in each["faults"])
             wrong = len(each["lost_steps"]) + len(each["problems"])
             cells = [each["on"], each["loop"], each["seed"], len(each["faults"]), each["worlds"], f"{each['steps']:,}"]
-            cells += [each["repeated_steps"], wrong, f"{each['goodput']:.0%}", f"{each['worst_stall_s']:.1f} s"]
+            live = f"{each['live_goodput']:.1%}" if "live_goodput" in each else "–"
+            cells += [each["repeated_steps"], wrong, f"{each['goodput']:.0%}", live, f"{each['worst_stall_s']:.1f} s"]
             rows.append(f"| {' | '.join(map(str, cells))} | {document['machine']['load_average_1min']:.1f} |")
     heads = ["site", "loop", "seed", "faults", "worlds", "steps", "steps done again", "problems", "goodput"]
-    heads += ["longest time without a step", "load"]
+    heads += ["goodput of live workers", "longest time without a step", "load"]
     faults = [f"| {kind.about} | {counts[name]} |" for name, kind in chaos_faults().items() if counts[name]]
     total = f"In all {sum(counts.values()):,} faults:"
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
