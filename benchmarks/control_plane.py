@@ -91,6 +91,8 @@ class Fleets:
 
     processes: list[subprocess.Popen[str]]
     _events: queue.Queue[tuple[int, dict[str, Any]]] = field(default_factory=queue.Queue)
+    _peers: dict[int, int] = field(default_factory=dict)
+    """The number of living peers in each process."""
 
     def __post_init__(self) -> None:
         self._readers = [
@@ -113,18 +115,20 @@ class Fleets:
 
     def start(self, size: int) -> None:
         for number in range(len(self.processes)):
-            self.tell(number, start=list(range(number, size, len(self.processes))))
+            slots = range(number, size, len(self.processes))
+            self._peers[number] = len(slots)
+            self.tell(number, start=list(slots))
 
     def kill(self, slot: int) -> float:
         """Kill an agent and its worker. Returns when, on the monotonic clock."""
         number = slot % len(self.processes)
+        self._peers[number] -= 1
         self.tell(number, kill=slot)
         return float(self._wait({number}, killed=slot)[number]["at"])
 
     def all_in_world(self, size: int) -> float:
         """Wait until all peers hold a world of that size. Returns when the last one got it."""
-        with_peers = range(min(size, len(self.processes)))
-        found = self._wait(set(with_peers), size=size)
+        found = self._wait({number for number, count in self._peers.items() if count}, size=size)
         assert sum(event["entered"] for event in found.values()) == size
         return max(float(event["at"]) for event in found.values())
 
