@@ -67,7 +67,8 @@ class SlotScheduler:
         self._workers_started = 0
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
         self._refused_twice: set[SlotId] = set()  # those of them that were refused at least twice in a row
-        self._causes_of_missing: tuple[LossCause, ...] | None = ()  # None: to be counted anew
+        self._failure_causes: Counter[LossCause] = Counter()  # of these launches
+        self._causes_of_missing: tuple[LossCause, ...] | None = ()  # None: to be looked up anew
         self._excluded: dict[str, LossCause] = {}  # by host
         self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
 
@@ -83,7 +84,9 @@ class SlotScheduler:
         """Launch a slot again, when it has cooled down. Its agent, if there was one, was removed before."""
         slot.refusals = 0 if submitted else slot.refusals + 1
         if not slot.joined:
+            self._forget_failed_launch(slot.id)
             self._failed_launches[slot.id] = cause
+            self._failure_causes[cause] += 1
             self._causes_of_missing = None
             if slot.refusals > 1:
                 self._refused_twice.add(slot.id)
@@ -103,9 +106,17 @@ class SlotScheduler:
     def causes_of_missing(self) -> tuple[LossCause, ...]:
         """Return why launches ended before an agent joined, the most frequent causes first."""
         if self._causes_of_missing is None:
-            counts = Counter(self._failed_launches.values())
-            self._causes_of_missing = tuple(cause for cause, _ in counts.most_common(_MOST_CAUSES))
+            self._causes_of_missing = tuple(cause for cause, _ in self._failure_causes.most_common(_MOST_CAUSES))
         return self._causes_of_missing
+
+    def _forget_failed_launch(self, slot: SlotId) -> None:
+        cause = self._failed_launches.pop(slot, None)
+        if cause is None:
+            return
+        self._failure_causes[cause] -= 1
+        if not self._failure_causes[cause]:
+            del self._failure_causes[cause]
+        self._causes_of_missing = None
 
     def refusal(self) -> LossCause | None:
         """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
@@ -132,8 +143,7 @@ class SlotScheduler:
             return None
         slot.newest = agent_id
         slot.joined = True
-        if self._failed_launches.pop(slot.id, None) is not None:
-            self._causes_of_missing = None
+        self._forget_failed_launch(slot.id)
         self._refused_twice.discard(slot.id)
         agent = Agent(agent_id, place)
         self._registry.add_agent(agent)
