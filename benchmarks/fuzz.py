@@ -80,9 +80,13 @@ server = socket.create_server(("127.0.0.1", 0), backlog=128)
 print(server.getsockname()[1], flush=True)
 while True:
     stranger, _ = server.accept()
-    stranger.sendall(bytes({GREETING_BYTES}))
-    stranger.recv(65536)
-    stranger.recv(65536)
+    stranger.settimeout(0.5)
+    try:
+        stranger.sendall(bytes({GREETING_BYTES}))
+        stranger.recv(65536)
+        stranger.recv(65536)
+    except OSError:  # it is gone already, or says nothing more
+        pass
     stranger.close()
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
