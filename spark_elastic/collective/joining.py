@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spark_elastic.errors import SparkElasticError, UsageError
+from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -92,27 +92,30 @@ class CollectiveLog:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self._generation)
         self._publishing = False
-        self._link.kv_set(self._round, f"{prefix}/rank/{self._rank}", str(self.count).encode())
         self._link.kv_set(self._round, f"{prefix}/first", str(self.count).encode())
-        everyone = [f"{prefix}/rank/{rank}" for rank in range(self._size)]
-        threading.Thread(
-            target=self._end_when_all_have, args=(everyone,), name="spark-elastic-join", daemon=True
-        ).start()
+        counts: list[int] = []
+        waits = threading.Thread(
+            target=self._end_when_all_have, args=(prefix, self.count, counts), name="spark-elastic-join", daemon=True
+        )
+        waits.start()
         while True:
             (call,) = self._link.kv_get(self._round, [self._key(self.count)], _FOREVER_S)
             if call == _END:
                 break
             _contribute_neutral(group, json.loads(call))
-        counts = self._link.kv_get(self._round, everyone, _FOREVER_S)
+        waits.join()
+        if not counts:  # the round has ended between the end mark and the others' counts
+            raise HorovodInternalError(f"round {self._round} ended while its ranks were in hvd.join()")
         self._generation += 1
         self._asking = False
-        return max(range(self._size), key=lambda rank: (int(counts[rank]), rank))
+        return max(range(self._size), key=lambda rank: (counts[rank], rank))
 
-    def _end_when_all_have(self, everyone: list[str]) -> None:
+    def _end_when_all_have(self, prefix: str, count: int, counts: list[int]) -> None:
+        """Put the number of collectives that each rank had launched when it joined into `counts`, and end the join."""
         try:
-            counts = self._link.kv_get(self._round, everyone, _FOREVER_S)
-            number = max(int(count) for count in counts)
-            self._link.kv_set(self._round, everyone[0].rsplit("/", 2)[0] + f"/collective/{number}", _END)
+            found = self._link.gather(self._round, prefix, self._rank, self._size, str(count), _FOREVER_S)
+            counts += map(int, found)
+            self._link.kv_set(self._round, f"{prefix}/collective/{max(counts)}", _END)
         except (SparkElasticError, TimeoutError):
             return
 

@@ -379,11 +379,9 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     Raises:
         HorovodInternalError: the round is over.
     """
-    keys = [f"{group.name}/here/{rank}" for rank in range(group.size)]
-    link.kv_set(group.round, keys[group.rank], b"")
     link.blocked(True)
     try:
-        link.kv_get(group.round, keys, _FOREVER_S)
+        link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", _FOREVER_S)
     finally:
         link.blocked(False)
 
