@@ -89,6 +89,15 @@ def test_sums_have_the_same_bits_in_every_world(count):
             assert all(result == expected for result in driver.results(size)), f"{size} members"
 
 
+def test_sums_have_the_same_bits_between_hosts():
+    expected = summed(5)
+    hvd.shutdown()
+    for size in (2, 4):
+        with WorldDriver(hosts=("127.0.0.1", "127.0.0.2"), start_with=size) as driver:
+            driver.start(summed, 5, count=size)
+            assert driver.results(size) == [expected] * size, f"{size} members"
+
+
 def with_other_settings() -> str:
     hvd.init()
     reduction = ShardReduction(4 if hvd.rank() else 5)
