@@ -163,9 +163,8 @@ class Bucket:
 
 def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the piece with the parameter's shape and memory layout, with which optimizers are fastest."""
-    if param.is_contiguous():
-        return piece.view(param.shape)
-    if param.numel() == 0 or not param.is_non_overlapping_and_dense():  # type: ignore[attr-defined]
+    # A tensor like this one keeps its strides only if these leave no gap and no overlap.
+    if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
         return piece.view(param.shape)
     return piece.as_strided(param.shape, param.stride())
 

@@ -316,3 +316,39 @@ def test_a_later_optimizer_takes_over_the_parameters_of_an_earlier_one():
     for dropped, kept in together(both_ways, 2):
         assert kept[0] == dropped[0]
         assert "was made later" in kept[1]
+
+
+def trained_with_layout(transform) -> bool:
+    """Train a convolution whose weight `transform` has laid out; return whether it equals the usual layout's."""
+    hvd.init()
+
+    def steps(layout, count: int) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = torch.nn.Conv2d(3, 4, 2)
+        model.weight = torch.nn.Parameter(layout(model.weight.detach()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if count == hvd.size():
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        images = torch.randn(hvd.size(), 3, 5, 5, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            part = images[hvd.rank() : hvd.rank() + 1] if count == hvd.size() else images
+            (model(part).square().sum() / (1 if count == hvd.size() else hvd.size())).backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    weight, want = steps(transform, hvd.size()), steps(torch.Tensor.contiguous, 1)
+    return torch.allclose(weight, want, rtol=1e-5, atol=1e-6)
+
+
+def in_channels_last(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(memory_format=torch.channels_last)
+
+
+def with_gaps(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*weight.shape, 2)[..., 0].copy_(weight)
+
+
+@pytest.mark.parametrize("layout", [in_channels_last, with_gaps])
+def test_parameters_of_any_memory_layout_are_trained(layout):
+    assert together(trained_with_layout, 2, args=(layout,)) == [True, True]
