@@ -4,7 +4,8 @@ Gloo's all-reduce is a ring. Its 2 (n - 1) messages follow one another, and each
 next member; for a small tensor that takes longer than to send the bytes. Here each member sends its whole tensor to
 all others at the same time and combines what it receives, in rank order. It waits once, whatever the number of hosts.
 
-A member sends n - 1 times the tensor where the ring sends less than twice the tensor, so large tensors use the ring.
+A member sends n - 1 times the tensor where the ring sends less than twice the tensor, so large tensors use the ring. So
+do the smallest ones: for a single element, the ring needs only 2 (n - 1) messages in all, an exchange n (n - 1).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import torch.distributed as dist
 
 from spark_elastic.collective.combining import combinable, combine_function, combine_into
 
+MOST_BYTES = 128 << 10
+"""The largest tensor that is exchanged. Measured with 3 hosts on two cores: 0.7 of the ring's time at 128 KB, 1.2 at
+256 KB."""
 MOST_BYTES_RECEIVED = 1 << 20
 """The largest product of the tensor's bytes and the number of members for which the exchange is used."""
 
@@ -43,7 +47,10 @@ class ExchangeWork(NamedTuple):
 
 def exchangeable(tensor: torch.Tensor, op: Any, size: int) -> bool:
     """Return True if `size` members reduce this tensor by an exchange; the answer is the same on every member."""
-    return 0 < tensor.numel() * tensor.element_size() * size <= MOST_BYTES_RECEIVED and combinable(tensor, op)
+    count, nbytes = tensor.numel(), tensor.numel() * tensor.element_size()
+    if size == 2 or 2 * count < size:  # the ring sends no more messages
+        return False
+    return nbytes <= min(MOST_BYTES, MOST_BYTES_RECEIVED // size) and combinable(tensor, op)
 
 
 def launch_exchange(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.exchange import MOST_BYTES_RECEIVED, ExchangeWork, exchangeable
+from spark_elastic.collective.exchange import MOST_BYTES, MOST_BYTES_RECEIVED, ExchangeWork, exchangeable
 from spark_elastic.collective.process import process
 from tests.unit.world_link import die, tell
 from tests.unit.worlds import WorldDriver
@@ -20,7 +20,7 @@ from tests.unit.worlds import WorldDriver
 HOSTS = tuple(f"127.0.0.{number}" for number in range(1, 9))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
-COUNTS = (1, 7, 4095, 70_001)
+COUNTS = (1, 2, 7, 4095, 70_001)
 OPERATORS: dict[hvd.ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     hvd.Sum: torch.add,
     hvd.Product: torch.mul,
@@ -68,29 +68,30 @@ def reduces_everything():
     return wrong, exchanged, digest.hexdigest()
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [3, 5])
 def test_every_type_and_operator_gives_the_sum_in_rank_order_on_all_ranks(count):
     results = together(reduces_everything, count)
     assert [wrong for wrong, _, _ in results] == [[]] * count
-    assert all(exchanged >= len(OPERATORS) * len(FLOATS + INTEGERS) * 3 for _, exchanged, _ in results)
+    assert all(exchanged >= len(OPERATORS) * len(FLOATS + INTEGERS) * 2 for _, exchanged, _ in results)
     assert len({digest for _, _, digest in results}) == 1
 
 
 def works_by_size():
     hvd.init()
     group = process.group()
-    largest = MOST_BYTES_RECEIVED // 4 // hvd.size()
+    largest = min(MOST_BYTES, MOST_BYTES_RECEIVED // hvd.size()) // 4
     kinds = []
-    for tensor in (torch.ones(1), torch.ones(largest), torch.ones(largest + 1), torch.ones(3, dtype=torch.int8)):
+    small = torch.ones(1), torch.ones(2)
+    for tensor in (*small, torch.ones(largest), torch.ones(largest + 1), torch.ones(3, dtype=torch.int8)):
         work = group.allreduce(tensor, hvd.Sum.gloo)
         group.wait(work)
         kinds.append((isinstance(work, ExchangeWork), tensor.unique().tolist()))
     return kinds
 
 
-def test_large_tensors_and_types_that_only_gloo_reduces_use_its_ring():
+def test_single_elements_large_tensors_and_types_that_only_gloo_reduces_use_its_ring():
     for kinds in together(works_by_size, 4):
-        assert kinds == [(True, [4.0]), (True, [4.0]), (False, [4.0]), (False, [4])]
+        assert kinds == [(False, [4.0]), (True, [4.0]), (True, [4.0]), (False, [4.0]), (False, [4])]
 
 
 def in_any_order():
@@ -138,8 +139,8 @@ def loses_a_member(how: str, count: int):
     hvd.init()
     group = process.group()
     tensor = torch.full((count,), 1.0 + hvd.rank())
-    group.wait(group.allreduce(torch.ones(count), hvd.Sum.gloo))
     if hvd.rank() == 1:
+        group.wait(group.allreduce(torch.ones(count), hvd.Sum.gloo))
         if how == "killed while it sends":
             group.allreduce(tensor, hvd.Sum.gloo)
         tell("gone")
@@ -149,6 +150,7 @@ def loses_a_member(how: str, count: int):
     start = time.perf_counter()
     error = ""
     try:
+        group.wait(group.allreduce(torch.ones(count), hvd.Sum.gloo))
         for _ in range(2):  # the first one may be complete: the lost member may have sent its part
             group.wait(group.allreduce(tensor, hvd.Sum.gloo))
             tensor.fill_(1.0 + hvd.rank())
@@ -157,7 +159,7 @@ def loses_a_member(how: str, count: int):
     return error, time.perf_counter() - start, tensor.unique().tolist() == [1.0 + hvd.rank()]
 
 
-@pytest.mark.parametrize("count", [1, 30_000])
+@pytest.mark.parametrize("count", [2, 30_000])
 @pytest.mark.parametrize("how", ["killed before it sends", "killed while it sends", "stopped"])
 def test_a_lost_member_ends_the_exchange_and_the_tensor_keeps_its_values(how, count):
     with WorldDriver(hosts=HOSTS[:4], start_with=4) as driver:
