@@ -18,7 +18,7 @@ from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words,
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-_STOPPED = "the SparkContext was stopped"
+STOPPED = "the SparkContext was stopped"
 _JVM_GONE = "the connection to Spark's JVM is gone"
 
 # --- why a job failed ---------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def loss_of(message: str) -> LossCause:
     if "Python worker exited unexpectedly" in message or "EOFException" in message:
         return _unexplained("the agent's Python process died (the executor's stderr log may say why)")
     if "SparkContext was shut down" in message or "stopped SparkContext" in message:
-        return reported(_STOPPED)
+        return reported(STOPPED)
     if cancelled := _CANCELLED.search(message):
         detail = next((group for group in cancelled.groups() if group), "").strip()
         return reported(_one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}"))
@@ -132,6 +132,11 @@ def loss_of_error(error: Exception) -> LossCause:
     return reported(f"{type(error).__name__}: {loss_in_words(loss_of(str(error)))}")
 
 
+def loss_of_gone(why: str) -> LossCause:
+    """Return the cause of a loss from `why_gone`'s answer."""
+    return _unexplained(why) if why == _JVM_GONE else reported(why)
+
+
 def reason_of_error(error: Exception) -> str:
     """Return why a call of Spark failed, in words."""
     return loss_in_words(loss_of_error(error))
@@ -151,7 +156,10 @@ def _java_message(error: Exception) -> str | None:
     if not isinstance(error, Py4JJavaError):
         return None
     try:
-        return str(error.java_exception.getMessage())
+        cause = error.java_exception
+        if cause.getClass().getSimpleName() == "ExecutionException":  # of a future: it only says that there is a cause
+            cause = cause.getCause() or cause
+        return str(cause.getMessage())
     except (Py4JError, OSError):  # the message is in the JVM; Py4J raises either, depending on how the JVM went
         return None
 
@@ -167,7 +175,7 @@ def jvm_context(sc: SparkContext) -> Any:
     """
     java_context = sc._jsc
     if java_context is None:
-        raise RuntimeError(_STOPPED)
+        raise RuntimeError(STOPPED)
     return java_context.sc()
 
 
@@ -176,7 +184,7 @@ def why_gone(sc: SparkContext) -> str | None:
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return _STOPPED if jvm_context(sc).isStopped() else None
+        return STOPPED if jvm_context(sc).isStopped() else None
     except RuntimeError as error:
         return str(error)
     except (Py4JNetworkError, ConnectionError):
@@ -260,22 +268,36 @@ class SlotCount:
 def count_slots(sc: SparkContext) -> SlotCount:
     """Count the task slots, now and at most. Asks the scheduler, which takes milliseconds; runs no job."""
     context = jvm_context(sc)
-    profile = context.resourceProfileManager().defaultResourceProfile()
-    now = int(context.maxNumConcurrentTasks(profile))
-    executors = len(executor_ids(sc)) if not is_local(sc) else 1
+    now = slots_now(context)
+    executors = int(context.getExecutorIds().size()) if not is_local(sc) else 1
     if not dynamic_allocation(sc):
         return SlotCount(now, now, executors)
     most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
     if most_executors >= _UNBOUNDED:
         return SlotCount(now, None, executors)
+    profile = context.resourceProfileManager().defaultResourceProfile()
     per_executor = int(profile.maxTasksPerExecutor(context.conf()))
     return SlotCount(now, max(most_executors * per_executor, now), executors)
 
 
+def slots_now(context: Any) -> int:
+    """Return the slots of all active executors: without those that are lost, removed or decommissioned.
+
+    Args:
+        context: See `jvm_context`.
+    """
+    return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
+
+
 def executor_ids(sc: SparkContext) -> list[str]:
     """Return the registered executors. Not for local mode, where Spark logs a warning at each call."""
-    ids = jvm_context(sc).getExecutorIds()
-    return [str(ids.apply(index)) for index in range(ids.size())]
+    return str(jvm_context(sc).getExecutorIds().mkString("\n")).split()  # one call, not one for each
+
+
+def running_tasks(sc: SparkContext) -> int:
+    """Return how many tasks of the application run now."""
+    counts = str(jvm_context(sc).taskScheduler().runningTasksByExecutors().values().mkString(" "))
+    return sum(map(int, counts.split()))
 
 
 def is_local(sc: SparkContext) -> bool:

@@ -101,8 +101,7 @@ class SparkHostDiscovery:
 
     def slots_free(self) -> int:
         """Return the number of this application's slots in which no task runs now."""
-        infos = cluster.jvm_context(self._sc).statusTracker().getExecutorInfos()
-        return max(0, self.slots().now - sum(int(info.numRunningTasks()) for info in infos))
+        return max(0, self.slots().now - cluster.running_tasks(self._sc))
 
     def wait_for_slots(
         self, need: int, timeout_s: float, *, stop: threading.Event | None = None, on_wait: OnWait = _log_wait

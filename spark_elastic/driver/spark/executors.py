@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
 from spark_elastic.data.spark_console import close_connection
-from spark_elastic.driver.spark.cluster import executor_ids, is_local, jvm_context, loss_of_executor
+from spark_elastic.driver.spark.bus import EVENT, BusListener
+from spark_elastic.driver.spark.cluster import executor_ids, is_local, jvm_context, loss_of_executor, slots_now
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_INTERFACE = "org.apache.spark.scheduler.SparkListenerInterface"
-_METHODS = ("onExecutorAdded", "onExecutorRemoved")
-_BUS_QUEUE = "spark_elastic"
-"""A bus queue for this listener alone, so that it and other listeners do not wait for each other."""
 _PAUSE_PER_EXECUTOR_S = 0.02
-"""Asking about one executor takes 0.2-2 ms. A pause that grows with their number keeps this below a tenth of a core."""
+"""Asking about one executor takes 0.2-2 ms. A pause that grows with their number keeps this below a tenth of a core,
+also where executors come and go all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,6 @@ class ExecutorRemoved:
 class ExecutorListener:
     """The executor events of Spark's listener bus, as Python values.
 
-    No Python code runs in Spark's listener. A Python callback would need Py4J's callback server, would leave a thread
-    and a socket behind in both processes each time it is removed, and every event of every job would cross into
-    Python. Instead the JDK's own `java.beans.EventHandler` implements the listener inside the JVM and puts the few
-    events that matter on a JVM queue, which is read from here (docs/decisions/executor-listener.md).
-
     Registered from its construction until `close`. One thread polls; any thread may close.
 
     Raises:
@@ -63,16 +56,10 @@ class ExecutorListener:
 
     def __init__(self, sc: SparkContext) -> None:
         jvm: Any = sc._jvm
-        self._bus = jvm_context(sc).listenerBus()
         self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
         self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
-        interface = jvm.java.lang.Thread.currentThread().getContextClassLoader().loadClass(_INTERFACE)
-        # Calls "add" on the queue; with "" as property, the argument is the event itself.
-        create = jvm.java.beans.EventHandler.create
-        self._listeners = [create(interface, self._events, "add", "", method) for method in _METHODS]
         self._removed: set[str] = set()
-        for listener in self._listeners:
-            self._bus.addToQueue(listener, _BUS_QUEUE)
+        self._listener = BusListener(sc, dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT)))
 
     def poll(self, timeout_s: float) -> ExecutorAdded | ExecutorRemoved | None:
         """Return the next event, waiting up to `timeout_s` for it; None if there was none, or after `wake`."""
@@ -94,19 +81,15 @@ class ExecutorListener:
         self._events.add("wake")
 
     def close(self) -> None:
-        """Leave the bus, which ends its queue and thread in the JVM. May be called again."""
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            try:
-                self._bus.removeListener(listener)
-            except Exception as error:  # the context and its bus are stopped, which Spark reports in several ways
-                log.debug("the executor listener ended with its SparkContext: %s", error)
+        """Leave the bus. May be called again."""
+        self._listener.close()
 
 
 class ExecutorWatch:
     """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
 
-    In local mode there is nothing to watch.
+    It asks for the slots of all active executors at once. Only when their number has changed, or an executor has come
+    or gone, does it ask about each executor. In local mode there is nothing to watch.
     """
 
     def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
@@ -116,6 +99,11 @@ class ExecutorWatch:
         self._stopping = threading.Event()
         self._known: set[str] = set()
         self._leaving: set[str] = set()
+        self._slots: int | None = None
+        """The slots when each executor was last asked about; None if that has to be done again."""
+        self._inactive: set[str] = set()
+        """Executors that Spark does not use any more, for a reason that it has not said yet."""
+        self._pause_s = interval_s
         self._listener: ExecutorListener | None = None
         self._thread: threading.Thread | None = None
 
@@ -161,13 +149,15 @@ class ExecutorWatch:
 
     def _step(self) -> None:
         """Read the listener's events until it is time to ask the scheduler, then ask."""
-        until = clock.monotonic() + max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(self._known))
+        until = clock.monotonic() + self._pause_s
         if self._listener is None:
             self._stopping.wait(until - clock.monotonic())
             self._compare()
         else:
             while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
                 event = self._listener.poll(left)
+                if event is not None:
+                    self._slots = None
                 if isinstance(event, ExecutorAdded):
                     self._known.add(event.executor)
                 elif event is not None:
@@ -181,13 +171,26 @@ class ExecutorWatch:
         present = set(executor_ids(self._sc))
         for executor in sorted(self._known - present):
             self._post(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))
-        self._known = present
+        if present != self._known:
+            self._known, self._slots = present, None
 
     def _ask_for_decommissions(self) -> None:
         context = jvm_context(self._sc)
+        slots = slots_now(context)  # before the executors are asked about, so that a change meanwhile is seen next time
+        if slots == self._slots:
+            asked = self._inactive & self._known
+        else:
+            self._slots, asked = slots, self._known - self._leaving
+        self._pause_s = max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(asked))
+        if not asked:
+            return
+        self._inactive.clear()
         backend, scheduler = context.schedulerBackend(), context.taskScheduler()
-        for executor in sorted(self._known - self._leaving):
-            # An inactive executor is being decommissioned, or is lost, which the listener reports.
-            if not backend.isExecutorActive(executor) and scheduler.getExecutorDecommissionState(executor).isDefined():
+        for executor in sorted(asked):
+            if backend.isExecutorActive(executor):
+                continue
+            if scheduler.getExecutorDecommissionState(executor).isDefined():
                 self._leaving.add(executor)
                 self._post(ExecutorDecommissioned(executor))
+            else:  # it is lost, which the listener reports, or its decommission is not complete in Spark's books yet
+                self._inactive.add(executor)

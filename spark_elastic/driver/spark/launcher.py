@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import re
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +17,7 @@ from spark_elastic import clock
 from spark_elastic.data.spark_console import close_connection
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark import cluster
+from spark_elastic.driver.spark.slot_jobs import SlotJob, SlotJobs
 from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
@@ -22,26 +25,44 @@ from spark_elastic.membership.topology import LaunchId, SlotId
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
+_PIECE_BYTES = 16 << 20
+"""Size of the pieces in which a result comes from Spark's JVM."""
+
 AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 1.0
-"""Seconds between two checks for failed tasks, which Spark would run again."""
+_LISTEN_INTERVAL_S = 0.1
+"""Seconds between two looks at the events that the listener in the JVM has collected."""
+_ASK_INTERVAL_S = 1.0
+"""Seconds between two checks of some jobs, in case that the listener missed an event."""
+_ASKED_EACH_TIME = 20
+_SUBMITTED_AT_A_TIME = 16
+"""Jobs that are submitted before the ends of others are looked at again; each takes some milliseconds."""
+_FAILURE_KNOWN_S = 5.0
+"""Spark's status store knows a failed task's error a moment after the event. It is asked for at most this long."""
+_STOPPED_S = 5.0
+"""Seconds after the SparkContext's stop in which Spark reports the ends of its jobs. It forgets a job that is submitted
+at the moment of the stop."""
 _TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """One Spark job of one slot, from `launch` to `on_ended`. Changed only under the launcher's lock."""
+    """One Spark job of one slot, from `launch` to `on_ended`."""
 
     slot: SlotId
     id: LaunchId
     group: str
     """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
-    """Set once, when the job has to end. The slot's thread may not have submitted its job yet, so it checks this first,
-    and the watcher repeats the cancellation until the thread has ended."""
+    """Set once, under the launcher's lock, when the job has to end. It may not be submitted yet."""
+    job: SlotJob | None = None
+    """Set once by the launcher's thread, when the job is submitted."""
+    asked: float = 0.0
+    """When Spark was last asked whether the job is over."""
+    suspect_until: float = 0.0
+    """A task of the job has ended: until then its failure is looked for in the status store."""
 
 
 @dataclass(eq=False)
@@ -73,16 +94,25 @@ class SparkLauncher:
     def __post_init__(self) -> None:
         self._apart = kills_reused_workers(self.sc.version) if self.apart is None else self.apart
         self._broadcast: Any = None
-        self._broadcasting = threading.Lock()
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
-        self._properties: Any = cluster.jvm_context(self.sc).getLocalProperties().clone()
+        self._jobs = SlotJobs(self.sc)
         self._changed = threading.Condition()
+        # --- under its lock ---
         self._running: dict[SlotId, _Launch] = {}
-        self._threads: set[threading.Thread] = set()
-        """One for each launch; it ends after `on_ended` has returned."""
+        """Launches that are not over."""
+        self._to_submit: deque[_Launch] = deque()
+        self._to_cancel: deque[_Launch] = deque()
         self._launches = 0
         self._closed = False
-        self._watcher: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+        """The only thread, for all slots, which alone talks to Spark and calls `on_ended`. It ends once the launcher is
+        closed and nothing runs."""
+        # --- of that thread alone ---
+        self._by_job: dict[int, _Launch] = {}
+        self._by_stage: dict[int, _Launch] = {}
+        self._suspects: set[_Launch] = set()
+        self._next_ask = 0.0
+        self._stopped_at: float | None = None
 
     def launch(self, slot: SlotId) -> None:
         with self._changed:
@@ -93,19 +123,24 @@ class SparkLauncher:
             if self._closed:
                 launch.stop_cause = reported("the launcher is closed")
             self._running[slot] = launch
-            thread = threading.Thread(target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True)
-            self._threads.add(thread)
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="spark_elastic launcher", daemon=True)
-                self._watcher.start()
-            thread.start()
+            self._to_submit.append(launch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="spark_elastic launcher", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._changed:
             launch = self._running.get(slot)
-            if launch is not None and launch.stop_cause is None:
-                launch.stop_cause = cause
-                self._changed.notify_all()
+            if launch is not None:
+                self._stop(launch, cause)
+
+    def _stop(self, launch: _Launch, cause: LossCause) -> None:
+        """Have a launch end, unless it has to already. Called with the lock."""
+        if launch.stop_cause is None:
+            launch.stop_cause = cause
+            self._to_cancel.append(launch)
+            self._changed.notify_all()
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         # Spark reports the end of a cancelled job before its task has ended. The task may still run, or even start,
@@ -118,6 +153,8 @@ class SparkLauncher:
         pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:
+        if threading.current_thread() is self._thread:
+            return cluster.why_gone(self.sc)
         # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
         answer: list[str | None] = []
 
@@ -131,118 +168,193 @@ class SparkLauncher:
         return answer[0] if answer else None
 
     def close(self, deadline_s: float) -> None:
-        until = clock.monotonic() + deadline_s
         with self._changed:
             self._closed = True
             for launch in self._running.values():
-                launch.stop_cause = launch.stop_cause or reported("the job is over")
-            threads = list(self._threads)
-            if self._watcher is not None:
-                threads.append(self._watcher)
+                self._stop(launch, reported("the job is over"))
+            thread = self._thread
             self._changed.notify_all()
-        for thread in threads:
-            if thread is not threading.current_thread():  # on_ended may close
-                thread.join(max(until - clock.monotonic(), 0.0))
-        left = [thread.name for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
-        if left:
-            log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
-
-    # --- the slot's own thread ------------------------------------------------------------------
-
-    def _run(self, launch: _Launch) -> None:
-        try:
-            end = self._run_job(launch)
+        if thread is None or thread is threading.current_thread():  # on_ended may close
+            return
+        thread.join(deadline_s)
+        if thread.is_alive():
             with self._changed:
-                del self._running[launch.slot]
-                self._changed.notify_all()
-            self.on_ended(end)
+                left = ", ".join(map(str, sorted(self._running)))
+            log.warning("still running %.0f s after they were told to end: slots %s", deadline_s, left or "(none)")
+
+    # --- the launcher's thread ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while True:
+                listening = self._open()
+                while self._turn(listening):
+                    pass
+                self._jobs.close()
+                self._destroy_broadcast()
+                with self._changed:
+                    if not self._running:
+                        self._thread = None
+                        return
         finally:
             close_connection(self.sc)
-            with self._changed:
-                self._threads.discard(threading.current_thread())
 
-    def _run_job(self, launch: _Launch) -> LaunchEnd:
-        slot = launch.slot
-        if (stop_cause := launch.stop_cause) is not None:
-            return LaunchEnd(slot, stop_cause)
+    def _open(self) -> bool:
+        """Listen to Spark. Returns False if that is not possible; the jobs then say why, if they cannot run either."""
         try:
-            outcome = self._submit(launch)
-            end = LaunchEnd(slot, self._why_lost(launch) if outcome is None else outcome.cause, outcome)
+            return self._jobs.open(cast("SparkContext", _SeparateWorkers(self.sc)) if self._apart else self.sc)
+        except Exception as error:
+            log.debug("could not prepare the slots' jobs: %s", error)
+            return False
+
+    def _turn(self, listening: bool) -> bool:
+        """Submit and cancel what there is to, then look at what has happened. Returns False at the end."""
+        with self._changed:
+            if not self._to_submit and not self._to_cancel and (self._running or not self._closed):
+                self._changed.wait(_LISTEN_INTERVAL_S)
+            if self._closed and not self._running:
+                return False
+            cancelled = list(self._to_cancel)
+            self._to_cancel.clear()
+            submitted = [self._to_submit.popleft() for _ in range(min(len(self._to_submit), _SUBMITTED_AT_A_TIME))]
+        for launch in cancelled:
+            if launch.job is not None:  # or else it is not submitted any more
+                with contextlib.suppress(Exception):  # `_ask` cancels it again
+                    self._jobs.cancel(launch.job)
+        for launch in submitted:
+            self._start(launch)
+        try:
+            self._hear()
+            if clock.monotonic() >= self._next_ask:
+                self._next_ask = clock.monotonic() + _ASK_INTERVAL_S
+                self._ask(listening)
+        except Exception as error:  # the context is being stopped, or its JVM is gone
+            log.debug("could not check the slots' jobs: %s", error)
+            self._end_all_if_gone()
+        return True
+
+    def _start(self, launch: _Launch) -> None:
+        if launch.stop_cause is not None:
+            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause))
+            return
+        slot = launch.slot
+        try:
+            payload = self.payload_for_slot(slot)
+            task = _task_of(self.agent_entry, slot, launch.id, payload, self._shared_variable(), self._apart)
+            rdd, deserializer = self._jobs.rdd_of(task)
+            launch.job = self._jobs.submit(rdd, deserializer, launch.group, f"{self.description}: worker slot {slot}")
+        except Exception as error:
+            gone = cluster.why_gone(self.sc)  # which the error of a stopped context rarely says
+            cause = launch.stop_cause or (cluster.loss_of_error(error) if gone is None else cluster.loss_of_gone(gone))
+            self._over(launch, LaunchEnd(slot, cause, submitted=not cluster.failed_in_driver(error)))
+            return
+        self._by_job[launch.job.id] = launch
+
+    def _shared_variable(self) -> Any:
+        """Return the broadcast variable, created for the first slot that needs it; None if nothing is shared."""
+        if self._broadcast is None and self.shared is not None:
+            self._broadcast = self.sc.broadcast(self.shared)
+        return self._broadcast
+
+    def _destroy_broadcast(self) -> None:
+        if self._broadcast is not None:
+            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
+                self._broadcast.destroy()
+            self._broadcast = None
+
+    def _hear(self) -> None:
+        """Handle the events of the bus."""
+        news, now = self._jobs.hear(), clock.monotonic()
+        for job, stage in news.stages_of.items():
+            if (launch := self._by_job.get(job)) is not None and launch.job is not None:
+                launch.job.stage = stage
+                self._by_stage[stage] = launch
+        for job in news.ended:
+            if (launch := self._by_job.get(job)) is not None:
+                self._finish(launch)
+        for stage in news.tasks_ended_in:
+            if (launch := self._by_stage.get(stage)) is not None:
+                launch.suspect_until = now + _FAILURE_KNOWN_S
+                self._suspects.add(launch)
+        for launch in list(self._suspects):
+            try:
+                self._look_for_failure(launch)
+            finally:
+                if launch.stop_cause is not None or now >= launch.suspect_until:
+                    self._suspects.discard(launch)
+
+    def _look_for_failure(self, launch: _Launch) -> None:
+        # Spark would run a failed task again, up to spark.task.maxFailures times and whenever a slot is free: an agent
+        # that the driver did not ask for.
+        if launch.job is not None and launch.stop_cause is None and (cause := self._jobs.failure(launch.job)):
+            with self._changed:
+                self._stop(launch, cause)
+
+    def _ask(self, listening: bool) -> None:
+        """Ask about some jobs, those first that were not asked about for the longest time.
+
+        Spark may drop events when it is overloaded, and announces no end of a job that it refuses at its start.
+        """
+        if self._end_all_if_gone():
+            return
+        now = clock.monotonic()
+        for launch in heapq.nsmallest(_ASKED_EACH_TIME, self._by_job.values(), key=lambda launch: launch.asked):
+            launch.asked = now
+            assert launch.job is not None
+            if self._jobs.is_over(launch.job):
+                self._finish(launch)
+            elif launch.stop_cause is not None:
+                self._jobs.cancel(launch.job)
+            elif not listening:
+                self._look_for_failure(launch)
+
+    def _end_all_if_gone(self) -> bool:
+        """End all launches if Spark's JVM is gone, or if the context was stopped a while ago."""
+        gone = cluster.why_gone(self.sc)
+        if gone is None:
+            return False
+        self._stopped_at = self._stopped_at or clock.monotonic()
+        if gone == cluster.STOPPED and clock.monotonic() - self._stopped_at < _STOPPED_S:
+            return False
+        with self._changed:
+            launches = list(self._running.values())
+            self._to_submit.clear()
+        for launch in launches:
+            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or cluster.loss_of_gone(gone)))
+        return True
+
+    def _finish(self, launch: _Launch) -> None:
+        """End the launch of a job that is over."""
+        slot, job = launch.slot, launch.job
+        assert job is not None
+        try:
+            outcome = _outcome_of(self._jobs.result(job))
+            end = LaunchEnd(slot, self._why_lost(job) if outcome is None else outcome.cause, outcome)
         except Exception as error:
             end = LaunchEnd(slot, cluster.loss_of_error(error), submitted=not cluster.failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
-        stop_cause = launch.stop_cause
-        if delivered or stop_cause is None:
-            return end
-        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that it was cancelled
+        if launch.stop_cause is not None and not delivered:  # Spark only knows that it was cancelled
+            end = LaunchEnd(slot, launch.stop_cause, submitted=end.submitted)
+        self._over(launch, end)
 
-    def _why_lost(self, launch: _Launch) -> LossCause:
+    def _why_lost(self, job: SlotJob) -> LossCause:
         try:
-            return _first_failure(self.sc, launch.group) or _TASK_LOST
+            return self._jobs.failure(job) or _TASK_LOST
         except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
-            log.debug("no failure of %s is known: %s", launch.group, error)
+            log.debug("no failure of job %d is known: %s", job.id, error)
             return _TASK_LOST
 
-    def _submit(self, launch: _Launch) -> AgentOutcome | None:
-        """Run the slot's job to its end. Returns None if its task was lost and Spark ran it again."""
-        sc = self.sc
-        payload = self.payload_for_slot(launch.slot)
-        # Local properties belong to a JVM thread. In pinned mode this Python thread has a new one, without any.
-        cluster.jvm_context(sc).setLocalProperties(self._properties.clone())
-        # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
-        # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are asked
-        # to end before that.
-        name = f"{self.description}: worker slot {launch.slot}"
-        sc.setJobGroup(launch.group, name)
-        sc.setLocalProperty("callSite.short", name)  # `runJob` keeps it; `collect` would replace it
-        task = _task_of(self.agent_entry, launch.slot, launch.id, payload, self._shared_variable(), self._apart)
-        rdd = sc.parallelize([0], 1)
-        if self._apart:
-            rdd.ctx = cast("SparkContext", _SeparateWorkers(sc))
-        rows = sc.runJob(rdd, task)
-        return AgentOutcome(*rows[0]) if rows[0] is not None else None
-
-    def _shared_variable(self) -> Any:
-        """Return the broadcast variable, created by the first slot that needs it; None if nothing is shared."""
-        with self._broadcasting:
-            if self._broadcast is None and self.shared is not None:
-                self._broadcast = self.sc.broadcast(self.shared)
-            return self._broadcast
-
-    # --- the watcher's thread -------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Cancel jobs that have to stop until they have, and stop jobs whose task Spark would run again."""
+    def _over(self, launch: _Launch, end: LaunchEnd) -> None:
+        if launch.job is not None:
+            self._by_job.pop(launch.job.id, None)
+            self._by_stage.pop(-1 if launch.job.stage is None else launch.job.stage, None)
+        self._suspects.discard(launch)
+        with self._changed:
+            del self._running[launch.slot]
         try:
-            self._watch_until_closed()
-            if self._broadcast is not None:
-                with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
-                    self._broadcast.destroy()
-        finally:
-            close_connection(self.sc)
-
-    def _watch_until_closed(self) -> None:
-        next_look = clock.monotonic() + _WATCH_INTERVAL_S
-        while True:
-            with self._changed:
-                stopping = any(launch.stop_cause is not None for launch in self._running.values())
-                if self._closed and not self._running:
-                    return
-                self._changed.wait(0.05 if stopping else max(next_look - clock.monotonic(), 0.0))
-                launches = list(self._running.values())
-            try:
-                for launch in launches:
-                    if launch.stop_cause is not None:
-                        cluster.jvm_context(self.sc).cancelJobGroup(launch.group)
-                if clock.monotonic() >= next_look:
-                    next_look = clock.monotonic() + _WATCH_INTERVAL_S
-                    for launch in launches:
-                        # Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is
-                        # free: an agent that the driver did not ask for.
-                        if launch.stop_cause is None and (cause := _first_failure(self.sc, launch.group)):
-                            self.withdraw(launch.slot, cause)
-            except Exception as error:  # the context is being stopped or its JVM is gone, which ends the jobs as well
-                log.debug("could not check the slots' jobs: %s", error)
+            self.on_ended(end)
+        except Exception:  # the other slots' ends must not be lost with it
+            log.exception("the end of slot %d could not be reported", launch.slot)
 
 
 class _SeparateWorkers:
@@ -270,8 +382,11 @@ def _task_of(
     agent_entry: AgentEntry, slot: SlotId, launch: LaunchId, payload: bytes, shared: Any, once: bool
 ) -> Callable[[Any], Any]:
     """Return the function that Spark runs. It is pickled by value, so it must not use names of this module."""
+    piece_bytes = _PIECE_BYTES
 
     def task(_rows: Any) -> Any:
+        import itertools
+
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -290,22 +405,18 @@ def _task_of(
 
             worker.write_int = write
         outcome = agent_entry(slot, launch, payload, *([] if shared is None else [shared.value]))
-        return [(outcome.worker, outcome.result, outcome.why, outcome.disconnected)]
+        # The driver fetches each row in one piece, so a large result is cut.
+        result = outcome.result or b""
+        pieces = (result[at : at + piece_bytes] for at in range(0, len(result), piece_bytes))
+        first = (outcome.worker, outcome.result is not None, outcome.why, outcome.disconnected)
+        return itertools.chain([first], pieces)
 
     return task
 
 
-def _first_failure(sc: SparkContext, group: str) -> LossCause | None:
-    """Return the cause of the first failed task in the jobs of a group; None if no task has failed."""
-    tracker = sc.statusTracker()
-    for job_id in tracker.getJobIdsForGroup(group):
-        job = tracker.getJobInfo(job_id)
-        for stage_id in job.stageIds if job is not None else ():
-            stage = tracker.getStageInfo(stage_id)
-            if stage is None or stage.numFailedTasks == 0:
-                continue
-            tasks = cluster.jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
-            messages = (tasks.apply(index).errorMessage() for index in range(tasks.size()))
-            message = next((message for message in messages if message.isDefined()), None)
-            return reported("the slot's task failed") if message is None else cluster.loss_of(str(message.get()))
-    return None
+def _outcome_of(rows: list[Any]) -> AgentOutcome | None:
+    """Return the outcome in the rows of a task; None if its first attempt was lost and Spark ran it again."""
+    if not rows or rows[0] is None:
+        return None
+    worker, has_result, why, disconnected = rows[0]
+    return AgentOutcome(worker, b"".join(rows[1:]) if has_result else None, why, disconnected)
