@@ -170,8 +170,8 @@ class SlotJobs:
         stage = job.stage
         if stage is None:
             known = self._context.statusTracker().getJobInfo(job.id)
-            stages = known.get().stageIds() if known.isDefined() else ()
-            if len(stages) == 0:
+            stages = list(known.get().stageIds()) if known.isDefined() else []
+            if not stages:
                 return None
             stage = job.stage = int(stages[0])
         tasks = self._context.statusStore().taskList(stage, 0, 10)

@@ -1,0 +1,120 @@
+"""Slots as jobs of one thread, on `local[4]`: threads, cancellation by others, large results."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from spark_elastic.driver.spark.launcher import SparkLauncher
+from tests.integration.clusters import local
+from tests.integration.processes import wait_until
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
+from tests.leftovers import Before
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local(4) as cluster:
+        yield cluster
+
+
+def launcher_of(cluster, payload, description="test"):
+    ends = Ends()
+    return SparkLauncher(cluster.sc, fake_agent, lambda slot: payload.encode(), ends, description=description), ends
+
+
+def active_jobs(cluster):
+    return cluster.sc.statusTracker().getActiveJobsIds()
+
+
+def connections(cluster):
+    return len(cluster.sc._gateway._gateway_client.deque)
+
+
+def test_32_slots_have_as_many_threads_and_connections_as_8(cluster, tmp_path):
+    counts = {}
+    for slots in (8, 32):  # of which four run
+        before, connected = Before(), connections(cluster)
+        launcher, ends = launcher_of(cluster, f"stay {tmp_path / str(slots)}")
+        (tmp_path / str(slots)).mkdir()
+        for slot in range(slots):
+            launcher.launch(slot)
+        started(tmp_path / str(slots), 4)
+        wait_until(lambda slots=slots: len(active_jobs(cluster)) == slots, WAIT_S, "all jobs are submitted")
+        counts[slots] = (before.threads(), connections(cluster) - connected)
+        launcher.close(WAIT_S)
+        assert len(ends.seen) == slots
+        before.assert_no_threads_left()
+        assert connections(cluster) == connected
+    assert counts[8] == counts[32] == (["spark_elastic launcher"], 1)
+
+
+def test_large_result_comes_whole(cluster):
+    launcher, ends = launcher_of(cluster, "big 40000000")
+    launcher.launch(0)
+    [(_, why, outcome, _)] = ends.wait_for(1)
+    assert why == "done"
+    assert outcome.result == bytes(40_000_000)
+    launcher.close(WAIT_S)
+
+
+def test_two_launchers_of_one_context_do_not_mix_their_slots(cluster, tmp_path):
+    first, first_ends = launcher_of(cluster, f"stay {tmp_path}")
+    second, second_ends = launcher_of(cluster, "return second")
+    first.launch(0)
+    started(tmp_path, 1)
+    for slot in range(6):
+        second.launch(slot)
+    assert {outcome.result for _, _, outcome, _ in second_ends.wait_for(6)} == {b"second"}
+    assert first_ends.seen == []
+    second.close(WAIT_S)
+    assert first_ends.seen == []
+    first.close(WAIT_S)
+    assert [why for _, why, _, _ in first_ends.wait_for(1)] == ["the job is over"]
+
+
+@pytest.mark.parametrize("how", ["all", "job", "group"])
+def test_slots_that_the_user_cancels_end_with_that_reason(cluster, tmp_path, how):
+    launcher, ends = launcher_of(cluster, f"stay {tmp_path}")
+    launcher.launch(0)
+    launcher.launch(1)
+    started(tmp_path, 2)
+    store = cluster.sc._jsc.sc().statusStore()
+    for job in active_jobs(cluster):
+        if how == "job":
+            cluster.sc._jsc.sc().cancelJob(job)
+        elif how == "group":
+            cluster.sc.cancelJobGroup(store.job(job).jobGroup().get())
+    if how == "all":
+        cluster.sc.cancelAllJobs()
+    assert all("job was cancelled" in why for _, why, _, _ in ends.wait_for(2))
+    launcher.close(WAIT_S)
+
+
+def test_description_is_shown_as_it_is_and_properties_are_those_of_the_caller(cluster, tmp_path):
+    description = 'a "quoted" <b>job</b> & 日本 😀 100% \\n\n$x'
+    inherited = {"spark.scheduler.pool": "training", "mine": "a=b;c", "spark.jobGroup.id": "of the caller"}
+    for name, value in inherited.items():
+        cluster.sc.setLocalProperty(name, value)
+    try:
+        launcher, _ = launcher_of(cluster, f"stay {tmp_path}", description)
+    finally:
+        for name in inherited:
+            cluster.sc.setLocalProperty(name, None)
+    cluster.sc.setLocalProperty("mine", "changed since")
+    thread = threading.Thread(target=launcher.launch, args=(3,))
+    thread.start()
+    started(tmp_path, 1)
+    [number] = active_jobs(cluster)
+    job = cluster.sc._jsc.sc().statusStore().job(number)
+    assert job.description().get() == f"{description}: worker slot 3"
+    assert job.jobGroup().get().startswith("spark_elastic-")
+    active = cluster.sc._jsc.sc().dagScheduler().activeJobs().toSeq()
+    [properties] = [active.apply(index).properties() for index in range(active.size())]
+    assert properties.getProperty("mine") == "a=b;c"
+    assert properties.getProperty("spark.scheduler.pool") == "training"
+    launcher.close(WAIT_S)
+    cluster.sc.setLocalProperty("mine", None)
