@@ -41,7 +41,7 @@ _SUBMITTED_AT_A_TIME = 16
 """Jobs that are submitted before the ends of others are looked at again; each takes some milliseconds."""
 _FAILURE_KNOWN_S = 5.0
 """Spark's status store knows a failed task's error a moment after the event. It is asked for at most this long."""
-_STOPPED_S = 5.0
+_STOPPED_S = 3.0
 """Seconds after the SparkContext's stop in which Spark reports the ends of its jobs. It forgets a job that is submitted
 at the moment of the stop."""
 _TASK_LOST = reported("the slot's task was lost")
@@ -244,7 +244,7 @@ class SparkLauncher:
             rdd, deserializer = self._jobs.rdd_of(task)
             launch.job = self._jobs.submit(rdd, deserializer, launch.group, f"{self.description}: worker slot {slot}")
         except Exception as error:
-            gone = cluster.why_gone(self.sc)  # which the error of a stopped context rarely says
+            gone = self._why_gone()  # which the error of a stopped context rarely says
             cause = launch.stop_cause or (cluster.loss_of_error(error) if gone is None else cluster.loss_of_gone(gone))
             self._over(launch, LaunchEnd(slot, cause, submitted=not cluster.failed_in_driver(error)))
             return
@@ -310,7 +310,7 @@ class SparkLauncher:
 
     def _end_all_if_gone(self) -> bool:
         """End all launches if Spark's JVM is gone, or if the context was stopped a while ago."""
-        gone = cluster.why_gone(self.sc)
+        gone = self._why_gone()
         if gone is None:
             return False
         self._stopped_at = self._stopped_at or clock.monotonic()
@@ -322,6 +322,13 @@ class SparkLauncher:
         for launch in launches:
             self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or cluster.loss_of_gone(gone)))
         return True
+
+    def _why_gone(self) -> str | None:
+        try:
+            return cluster.why_gone(self.sc)
+        except Exception as error:  # a context that is being stopped; the thread must outlive that
+            log.debug("could not ask whether Spark still runs: %s", error)
+            return None
 
     def _finish(self, launch: _Launch) -> None:
         """End the launch of a job that is over."""

@@ -202,8 +202,7 @@ def test_jobs_end_with_the_jvm(simulated):
     assert it.next_ends(3) == [(slot, "the connection to Spark's JVM is gone") for slot in range(3)]
 
 
-def test_job_that_spark_forgot_when_it_stopped_ends_all_the_same(simulated, monkeypatch):
-    monkeypatch.setattr(module, "_STOPPED_S", 0.1)
+def test_job_that_spark_forgot_when_it_stopped_ends_all_the_same(simulated):
     it = simulated()
     it.launch(2)
     it.application.stopped = True
