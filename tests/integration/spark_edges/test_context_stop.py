@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+
 import pytest
 
 from spark_elastic.driver.spark.launcher import SparkLauncher
@@ -27,4 +31,10 @@ def test_stop_of_the_context_ends_running_and_waiting_slots_and_later_launches(t
         launcher.launch(0)
         assert [why for _, why, _, _ in ends.wait_for(7)][6] == "the SparkContext was stopped"
         launcher.close(WAIT_S)
+        # Spark ends its Python daemon as it stops, and may start a waiting task after that: with a second daemon, which
+        # stays until the JVM ends.
+        for pid, command in cluster.processes().items():
+            if "pyspark.daemon" in command:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     before.assert_no_threads_left()
