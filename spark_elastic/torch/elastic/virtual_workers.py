@@ -19,6 +19,7 @@ from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.shard_sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.errors import UsageError
+from spark_elastic.torch.elastic.random_state import put_back_random_state, save_random_state, set_random_state
 from spark_elastic.torch.elastic.shard_buffers import ShardBuffers
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
@@ -26,6 +27,8 @@ from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 log = logging.getLogger("spark_elastic.torch")
 
 Environment = dict[str, str]
+_all: weakref.WeakSet[VirtualWorkers] = weakref.WeakSet()
+"""The virtual workers of this process: a loop may have several, such as one for each of two models."""
 
 
 class VirtualShard:
@@ -92,11 +95,14 @@ class VirtualWorkers:
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
         self._hooks = _guard(optimizer, self)
+        _all.add(self)
         align(model)
         self._use_threads()
         self.environment = environment(threads)
         """What the bits of the result depend on besides the program and its data."""
         self._warned: set[str] = set()
+        self.seed_shard((), count)  # for what is drawn before the first batch
+        save_random_state()
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -108,7 +114,7 @@ class VirtualWorkers:
         sums. With `torch.no_grad()`, only the sums are computed, and buffers keep their values.
 
         While a shard is computed, random numbers of torch, numpy and `random` are those of (seed, step, shard); after
-        the last one, those of (seed, step).
+        the last one, those of (seed, step). If the step fails, they are as before it.
 
         Args:
             rows: The rows of the batch; shards are empty, and left out, if there are fewer than virtual workers.
@@ -142,6 +148,7 @@ class VirtualWorkers:
         self._reduced = False
         self._use_threads()
         trains = torch.is_grad_enabled()
+        others = _Others(self) if trains else None
         params = self._params() if trains else []
         has_buffers = (width := self._buffers.begin_step()) > 0
         width = width if trains else 0
@@ -162,6 +169,8 @@ class VirtualWorkers:
                 matrix[index, 1 : 1 + numbers.shape[1]] = numbers[index]
                 if width:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
+            if others is not None:
+                others.check()
             vote = self._exchange(params, sums, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
@@ -173,10 +182,12 @@ class VirtualWorkers:
             self._drop_gradients()
             if has_buffers:
                 self._buffers.put_back()
+            put_back_random_state()
             raise
         self._drop_gradients(keep=params)
         self._reduced = trains
         self.seed_shard(key, self.count)
+        save_random_state()
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
@@ -205,6 +216,7 @@ class VirtualWorkers:
 
     def close(self) -> None:
         """Detach from the optimizer."""
+        _all.discard(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -259,11 +271,16 @@ class VirtualWorkers:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of virtual workers, the seed, and what the bits of the result depend on."""
-        return {"count": self.count, "seed": self.seed, "environment": dict(self.environment)}
+        """Return the number of virtual workers, the seed, random states, and what the bits of the result depend on."""
+        return {
+            "count": self.count,
+            "seed": self.seed,
+            "environment": dict(self.environment),
+            "random": save_random_state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with the state of the training that is continued, and warn if bits may differ from now on.
+        """Set random states, compare with the training that is continued, and warn if bits may differ from now on.
 
         Raises:
             UsageError: The number of virtual workers or the seed differs: the result would be another.
@@ -275,6 +292,8 @@ class VirtualWorkers:
                     "now, which gives another result; use the same"
                 )
         self.compare_environment(state["environment"])
+        if "random" in state:
+            set_random_state(state["random"])
 
     def compare_environment(self, then: Mapping[str, str]) -> None:
         """Warn of what differs between the environment in which the training was begun and the present one."""
@@ -313,7 +332,7 @@ def virtual_workers(
             have nothing to compute.
         model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
         optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
-        seed: The seed of the shards' random numbers.
+        seed: The seed of the shards' random numbers. The generators of torch, numpy and `random` are seeded at once.
         threads: The number of torch's threads in this process from now on. Bits may depend on it.
         sums: The names of numbers that shards `add`.
 
@@ -358,7 +377,8 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
         if not found._reduced:
             raise UsageError(
                 "optimizer.step() without the gradients of a whole batch: go through all of workers.shards(...) before "
-                "each step"
+                "each step. With several virtual workers, step each optimizer before the shards of the next one, which "
+                "may change its gradients"
             )
 
     def after(*_: Any) -> None:
@@ -367,6 +387,40 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
             found._reduced = False
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+class _Others:
+    """What the shards of these virtual workers must leave alone: gradients and buffers of others in this process."""
+
+    def __init__(self, workers: VirtualWorkers) -> None:
+        others = [each for each in _all if each is not workers]
+        own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
+        self._pending = [(each, _gradients(each)) for each in others if each._reduced]
+        self._buffers = [
+            (name, buffer, buffer._version)
+            for each in others
+            for name, buffer in each._model.named_buffers()
+            if id(buffer) not in own and not buffer.is_inference()
+        ]
+
+    def check(self) -> None:
+        """Refuse a step with gradients that were changed. Raises `UsageError` if a buffer was changed."""
+        for other, before in self._pending:
+            if _gradients(other) != before:
+                other._reduced = False
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                raise UsageError(
+                    f"a shard has changed the buffer {name}, which is not one of the model of these virtual workers, "
+                    "but of other ones: each worker would keep its own value. Give both the same model, "
+                    "torch.nn.ModuleList([...]) of all modules that their shards call"
+                )
+
+
+def _gradients(workers: VirtualWorkers) -> list[tuple[int, int]]:
+    """Return the identity and torch's counter of in-place changes of each gradient."""
+    found = [param.grad for param in workers._params()]
+    return [(0, 0) if each is None else (id(each), each._version) for each in found]
 
 
 def align(model: torch.nn.Module) -> None:
@@ -391,7 +445,7 @@ _VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN
 def environment(threads: int) -> Environment:
     """Return what the bits of a computation depend on besides the program and its data."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts
         "numpy": np.__version__,
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
         "processor": _processor(),

@@ -231,6 +231,7 @@ ACCEPTED = {
     "decimals": ({"a": "cast(a as decimal(38, 18))", "y": "cast(y as decimal(9, 0))"}, {}),
     "dates and spans of time": ({"a": "date_add(date'1970-01-01', int(a))", "b": "make_dt_interval(0, 0, 0, 0)"}, {}),
     "booleans": ({"a": "a > 3", "y": "y > 1"}, {}),
+    "weights of zero and below": ({"w": "if(a > 5, 0, -a)"}, {"sample_weight_col": "w"}),
     "whole numbers": ({"a": "bigint(a)", "b": "tinyint(b)"}, {}),
     "odd names": ({"Größe .`x`": "a", "🦆\n": "b"}, {"feature_cols": ["Größe .`x`", "🦆\n"]}),
     "columns that are not read and share a name": ({"z": "map('k', interval '1' year)", "Z": "1"}, {}),

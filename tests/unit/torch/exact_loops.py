@@ -120,10 +120,12 @@ def train(
     def batch() -> None:
         order = torch.from_numpy(Permutation(ROWS, state.epoch)[np.arange(ROWS)])
         chosen = order[state.position : state.position + batch_size]
+        chosen = chosen[torch.randperm(len(chosen))]  # drawn outside of shards
+        scale = (random.random() + np.random.random()) * 0.01
         for shard in workers.shards(len(chosen), step=state.step):
             part = chosen[shard.rows]
             noise = torch.from_numpy(np.random.normal(size=(len(part), 8)).astype(np.float32))  # an augmentation
-            out = model(x[part] + noise * random.random() * 0.01, word[part])
+            out = model(x[part] + noise * random.random() * scale, word[part])
             loss = nn.functional.cross_entropy(out, label[part], reduction="sum") / len(chosen)
             loss.backward()
             shard.add("loss", loss)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,107 @@ def test_a_resume_with_another_number_of_workers_changes_no_bit():
     with WorldDriver(start_with=2) as driver:
         driver.start(resumed, 4, saved.getvalue(), count=2)
         assert driver.results(2) == [in_one(4)] * 2
+
+
+# --- random numbers outside of shards -----------------------------------------------------------------
+
+
+def drawn() -> tuple[float, ...]:
+    return *torch.rand(3).tolist(), *np.random.random(3), np.random.normal(), random.random(), random.gauss(0, 1)
+
+
+def test_a_step_that_is_made_again_draws_the_same_numbers_before_its_shards():
+    model, workers = small_loop()
+    for shard in workers.shards(4, step=0):
+        model(torch.ones(len(shard), 2)).sum().backward()
+    first = drawn()
+    with pytest.raises(UsageError, match="not one of the sums"):
+        next(workers.shards(4, step=1)).add("unknown", 1.0)  # the generator is closed
+    assert drawn() == first
+    for shard in workers.shards(4, step=1):
+        model(torch.ones(len(shard), 2)).sum().backward()
+    assert drawn() != first
+
+
+def test_a_worker_that_joins_or_resumes_draws_the_numbers_of_the_others():
+    _, workers = small_loop()
+    drawn()
+    saved = io.BytesIO()
+    torch.save(workers.state_dict(), saved)
+    expected = drawn(), drawn()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    saved.seek(0)
+    workers.load_state_dict(torch.load(saved, weights_only=True))
+    assert (drawn(), drawn()) == expected
+
+
+def test_states_of_earlier_versions_without_random_numbers_are_loaded():
+    _, workers = small_loop()
+    state = workers.state_dict()
+    del state["random"]
+    workers.load_state_dict(state)
+
+
+def small_loop() -> tuple[nn.Module, Any]:
+    hvd.init()
+    model = nn.Linear(2, 1)
+    return model, hvd.elastic.virtual_workers(2, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# --- several models -----------------------------------------------------------------------------------
+
+
+def two_models(norm: bool = False, together: bool = False) -> tuple[Any, ...]:
+    hvd.init()
+    maker = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3) if norm else nn.Identity())
+    judge = nn.Linear(3, 1)
+    steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (maker, judge)]
+    both = nn.ModuleList([maker, judge])
+    workers = [
+        hvd.elastic.virtual_workers(2, both if together else model, optimizer)
+        for model, optimizer in zip((maker, judge), steps, strict=True)
+    ]
+    return maker, judge, steps, workers
+
+
+def passes(maker: nn.Module, judge: nn.Module, workers: Any, detach: bool) -> None:
+    for shard in workers.shards(8, step=0):
+        made = maker(torch.ones(len(shard), 2))
+        judge(made.detach() if detach else made).sum().backward()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_that_shards_of_another_model_have_changed_are_refused(together):
+    maker, judge, (of_maker, of_judge), (makers, judges) = two_models(together=together)
+    passes(maker, judge, judges, detach=True)
+    of_judge.step()
+    passes(maker, judge, makers, detach=False)
+    of_maker.step()
+    passes(maker, judge, judges, detach=True)
+    passes(maker, judge, makers, detach=False)
+    of_maker.step()
+    with pytest.raises(UsageError, match="step each optimizer before the shards of the next one"):
+        of_judge.step()
+
+
+def test_gradients_that_no_other_shard_has_changed_may_wait():
+    maker, judge, (of_maker, of_judge), (makers, judges) = two_models()
+    passes(maker, judge, judges, detach=True)
+    judge.requires_grad_(False)
+    passes(maker, judge, makers, detach=False)
+    judge.requires_grad_(True)
+    of_judge.step()
+    of_maker.step()
+
+
+def test_buffers_of_another_model_are_refused_unless_both_have_them():
+    maker, judge, _, (_, judges) = two_models(norm=True)
+    with pytest.raises(UsageError, match=r"the buffer 1.num_batches_tracked, which is not .*ModuleList"):
+        passes(maker, judge, judges, detach=True)
+    maker, judge, (_, of_judge), (_, judges) = two_models(norm=True, together=True)
+    passes(maker, judge, judges, detach=True)
+    of_judge.step()
+    assert maker[1].num_batches_tracked == 2
 
 
 # --- batch normalisation ----------------------------------------------------------------------------
