@@ -13,6 +13,7 @@ Python worker, or anything below them) is still there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -39,6 +40,9 @@ _EXECUTOR_ID = re.compile(r"ExecutorBackend .*--executor-id (\S+)")
 _MASTER_PORT = r"Successfully started service 'sparkMaster' on port (\d+)"
 # Small, quick to start, and content with 2 cores under load.
 _JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
+TASKS_END_S = 10.0
+"""The longest wait for tasks of jobs that are over. Spark kills them within some seconds."""
+
 _QUICK = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -133,7 +137,18 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def _no_task_runs(self) -> bool:
+        return all(each.activeTasks() == 0 for each in self._executor_summaries())
+
+    def _executor_summaries(self) -> list[Any]:
+        found = self.sc._jsc.sc().statusStore().executorList(True)
+        return [found.apply(index) for index in range(found.size())]
+
     def stop(self) -> None:
+        # Spark ends its Python daemons as it stops. A task that runs longer, such as one of a job that has failed, makes
+        # a new daemon in a JVM that lives on, and nothing ends that one.
+        with contextlib.suppress(Exception):  # a test may have stopped the session itself
+            wait_until(self._no_task_runs, TASKS_END_S, "no task runs")
         self.spark.stop()
         assert_gone(self.processes, 10.0)
         # local-cluster leaves its executors' folders inside the installed package; SPARK_WORKER_DIR does not reach it.

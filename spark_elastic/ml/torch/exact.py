@@ -16,7 +16,7 @@ from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
-from spark_elastic.torch.elastic.virtual_workers import VirtualWorkers, align_tensor
+from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers, align_tensor
 
 _TRAIN, _ROWS, _VALIDATE = range(3)
 """The last number of the key of a shard's random numbers: of its passes, of `transformation_fn`, of a validation."""

@@ -8,7 +8,7 @@ from spark_elastic.elastic.state import ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.elastic.state import TorchState, get_handler_registry, register_handler, set_handler_registry
-from spark_elastic.torch.elastic.virtual_workers import VirtualShard, VirtualWorkers, virtual_workers
+from spark_elastic.torch.elastic.virtual_shards import VirtualShard, VirtualWorkers, virtual_workers
 
 __all__ = [
     "ElasticSampler",

@@ -26,7 +26,7 @@ from spark_elastic.elastic.state import ElasticState
 from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
-from spark_elastic.torch.elastic.virtual_workers import VirtualWorkers
+from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 

@@ -15,7 +15,7 @@ from tests.unit.torch import exact_loops
 
 _SUMS = "spark_elastic.collective.shard_sums"
 _BUFFERS = "spark_elastic.torch.elastic.shard_buffers"
-_WORKERS = "spark_elastic.torch.elastic.virtual_workers"
+_WORKERS = "spark_elastic.torch.elastic.virtual_shards"
 _MODULES = (_SUMS, _BUFFERS, _WORKERS)
 
 
