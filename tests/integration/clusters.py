@@ -145,8 +145,8 @@ class Cluster:
         return [found.apply(index) for index in range(found.size())]
 
     def stop(self) -> None:
-        # Spark ends its Python daemons as it stops. A task that runs longer, such as one of a job that has failed, makes
-        # a new daemon in a JVM that lives on, and nothing ends that one.
+        # Spark ends its Python daemons as it stops. A task that runs longer, such as one of a job that has failed, may
+        # make a new daemon in a JVM that lives on, and nothing ends that one.
         with contextlib.suppress(Exception):  # a test may have stopped the session itself
             wait_until(self._no_task_runs, TASKS_END_S, "no task runs")
         self.spark.stop()

@@ -426,6 +426,7 @@ def test_two_drivers_that_write_one_dataset_at_the_same_time(tmp_path: Path) -> 
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(tmp_path), name],
             cwd=ROOT,
+            env={**os.environ, "PYSPARK_PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -435,7 +436,8 @@ def test_two_drivers_that_write_one_dataset_at_the_same_time(tmp_path: Path) -> 
     said = [each.communicate(timeout=240) for each in programs]
     assert all(out for out, _ in said), [error[-2000:] for _, error in said]
     (first, one), (second, other) = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    assert first == second
+    assert first == second, (first, second)
+    assert "error" not in first, first
     assert first["rows"] == 50
     left = {entry.path for entry in Store.create(tmp_path / "store" / DATASETS / "alike").list(recursive=True)}
     assert {each for each in left if each.endswith(".rows")} == set(first["files"])
