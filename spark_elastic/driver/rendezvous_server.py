@@ -47,11 +47,10 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Gathering:
-    """The values of a group's members so far, and how to answer those that have sent one."""
+    """The values of a group's members so far, each with how to answer the member that has sent it."""
 
     size: int
-    values: dict[int, str] = field(default_factory=dict)
-    answers: list[Callable[[bytes], None]] = field(default_factory=list)
+    members: dict[int, tuple[str, Callable[[bytes], None]]] = field(default_factory=dict)
 
 
 class RoundKeyValues:
@@ -114,15 +113,16 @@ class RoundKeyValues:
         group = self._gatherings.get(sent.name, _Gathering(sent.size))
         if group.size != sent.size:
             raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {group.size}")
-        self._store(len(sent.name) + len(sent.value))
+        replaced = len(sent.name) + len(group.members[sent.rank][0]) if sent.rank in group.members else 0
+        self._store(len(sent.name) + len(sent.value) - replaced)
         self._gatherings[sent.name] = group
-        group.values[sent.rank] = sent.value
-        group.answers.append(answer)
-        if len(group.values) == group.size:
+        group.members[sent.rank] = sent.value, answer
+        if len(group.members) == group.size:
             del self._gatherings[sent.name]
-            values = tuple(group.values[rank] for rank in range(group.size))
+            values = tuple(group.members[rank][0] for rank in range(group.size))
+            self._bytes -= sum(len(sent.name) + len(value) for value in values)  # none of them is kept
             body = encode(wire.KvGathered(sent.round, sent.name, values))
-            for each in group.answers:
+            for _, each in group.members.values():
                 each(body)
 
     def _store(self, size: int) -> None:
@@ -202,7 +202,7 @@ class RendezvousServer:
         self._published: wire.WorldAssigned | None = None
         """The newest world."""
         self._informed: set[WorkerId] = set()
-        """The workers to which it was sent."""
+        """The workers to which it was sent on the connections that they have now."""
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
@@ -291,6 +291,7 @@ class RendezvousServer:
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
+            self._informed.discard(worker)
             stream.send(wire.Goodbye(why))
             stream.close()
 
@@ -374,4 +375,5 @@ class RendezvousServer:
         elif stream in self._worker_of:
             worker = self._worker_of.pop(stream)
             del self._workers[worker]
+            self._informed.discard(worker)  # should it connect again, it would not know the world
             self._listener.worker_gone(worker, why)

@@ -352,7 +352,7 @@ class WorkerWelcome(Message):
 
 @dataclass(frozen=True)
 class HostMemory(Message):
-    """Sent before each world: `Ready.payload` of its members on the receiver's host, by rank; zeros for one without."""
+    """Sent before a world with endpoints: its members' `Ready.payload`, of the receiver's host, by rank; or zeros."""
 
     payload: bytes = b""
 

@@ -90,3 +90,21 @@ def test_members_that_disagree_about_their_number_are_refused(store):
 def test_a_round_cannot_be_filled_by_values_of_groups(store):
     with pytest.raises(ProtocolError, match="more than"):
         store.gather(KvGather(1, "one", 0, 2, "x" * MAX_ROUND_BYTES), print)
+
+
+def test_values_of_complete_groups_and_repeated_ones_take_no_room(store):
+    large = "x" * (MAX_ROUND_BYTES // 5)
+    for name in "abcdef":
+        for rank in (0, 0, 1):
+            store.gather(KvGather(1, name, rank, 2, large), lambda body: None)
+    store.set(1, "key", bytes(MAX_ROUND_BYTES - 3))
+    with pytest.raises(ProtocolError, match="more than"):
+        store.gather(KvGather(1, "g", 0, 2, "x"), print)
+
+
+def test_member_that_sends_its_value_again_gets_one_answer_with_the_newer_one(store):
+    answers = []
+    store.gather(KvGather(1, "one", 0, 2, "old"), answers.append)
+    store.gather(KvGather(1, "one", 0, 2, "new"), answers.append)
+    store.gather(KvGather(1, "one", 1, 2, "other"), answers.append)
+    assert [decode(body) for body in answers] == [KvGathered(1, "one", ("new", "other"))] * 2

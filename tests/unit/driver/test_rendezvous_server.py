@@ -230,6 +230,22 @@ def test_worker_that_left_a_world_out_gets_the_next_one_whole(served):
     inboxes[1].wait_for("message", difference(worlds[1], worlds[2]))
 
 
+def test_worker_that_has_connected_again_gets_the_next_world_whole(served):
+    served.listener.expected |= {1, 2}
+    (first, _), (_, other) = (served.client(wire.WorkerHello(worker, 1)) for worker in (1, 2))
+    for worker in (1, 2):
+        served.listener.wait_for("worker_said", worker)
+    worlds = [a_world(1, [1, 2]), a_world(2, [1, 2])]
+    served.call(served.server.publish, worlds[0], {})
+    first.close()
+    served.listener.wait_for("worker_gone", 1)
+    _, again = served.client(wire.WorkerHello(1, 1))
+    again.wait_for("message")
+    served.call(served.server.publish, worlds[1], {})
+    again.wait_for("message", worlds[1])
+    other.wait_for("message", difference(*worlds))
+
+
 def test_a_message_before_the_hello_ends_the_connection(served):
     _, inbox = served.client(wire.Pong())
     inbox.wait_for("closed")
