@@ -30,7 +30,7 @@ HELLO_TIMEOUT_S = 60.0
 
 _PONG_AFTER = 0.2
 """The share of `silence_limit_s` after which a heartbeat is answered. An answer to each would double the cost of a job
-that merely trains, and peers wait for the whole limit."""
+that merely trains. Peers are told to wait for longer by the time for which none may come."""
 _PONG = encode(wire.Pong())
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,9 @@ class RendezvousServer:
     Args:
         key: The job's key, which peers must prove to have.
         listener: Receives the peers' messages.
-        heartbeat_interval_s: Sent to peers in the welcome, like the next two.
-        silence_limit_s: Seconds without a message after which peers take the driver for lost.
+        heartbeat_interval_s: Sent to peers in the welcome, like `stall_timeout_s`.
+        silence_limit_s: Seconds for which this side may stand still before peers take it for lost. They do so when they
+            were without a message for somewhat longer, because not every heartbeat is answered.
         stall_timeout_s: The setting `stall_timeout`.
         encrypt: Encrypt the channels; agents and workers need the same value.
         max_unauthenticated: See `Admission`.
@@ -186,10 +187,13 @@ class RendezvousServer:
         self._encrypt = encrypt
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
-        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s, address="")
         self._hello_timeout_s = hello_timeout_s
         self._pong_after_s = silence_limit_s * _PONG_AFTER
+        # the last message before this side stands still may be as old as a heartbeat that was just too early to be
+        # answered, and the next one was to come an interval later
+        told_limit_s = silence_limit_s + self._pong_after_s + heartbeat_interval_s
+        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s, address="")
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}

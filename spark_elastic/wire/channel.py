@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 RETRY_S = 0.2
 _READ_BYTES = 256 * 1024
+_HELD_UP = 1 / 3
+"""The share of the silence limit after which a process that has sent nothing was held up itself. Heartbeats come at
+least twice as often, and a shorter delay leaves time for an answer."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """A peer that has not authenticated by then is dropped; a real one needs two round trips."""
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -99,9 +102,20 @@ class Channel:
         self._send_lock = threading.Lock()
         self._reader: threading.Thread | None = None
         self._closing = False
+        self._silence_limit_s = float("inf")
+        self._sent_at = monotonic()
+        """When a message was to be sent last."""
+        self._held_up_until = float("-inf")
+        """When this process last sent something after it had been held up."""
 
     def set_silence_limit(self, timeout_s: float) -> None:
-        """Treat the driver as gone after this time without a byte from it, or with data that it does not accept."""
+        """Treat the driver as gone after this time without a byte from it, or with data that it does not accept.
+
+        From now on this side has to send something several times within the limit. If it does not, the process was held
+        up (a call held the interpreter's lock, or the process was stopped), and the driver had nothing to answer: it
+        gets the time once more.
+        """
+        self._silence_limit_s, self._sent_at = timeout_s, monotonic()
         self._socket.settimeout(timeout_s)
         set_unacknowledged_timeout(self._socket, timeout_s)
 
@@ -121,11 +135,23 @@ class Channel:
             ChannelClosedError: the connection is gone.
         """
         body = encode(message)
+        now = monotonic()
+        if self._is_held_up(now):
+            self._held_up_until = now
+        self._sent_at = now
         with self._send_lock:
             try:
                 self._socket.sendall(self._connection.send(body))
             except OSError as error:
                 raise ChannelClosedError(f"the connection to the driver is gone: {error}") from None
+
+    def _is_held_up(self, now: float) -> bool:
+        return now - self._sent_at > self._silence_limit_s * _HELD_UP
+
+    def _was_held_up(self) -> bool:
+        """Return True if this process itself could not send for long within the time of the silence limit."""
+        now = monotonic()
+        return self._is_held_up(now) or now - self._held_up_until < self._silence_limit_s
 
     def close(self) -> None:
         """Close the connection without calling `on_closed`."""
@@ -146,14 +172,19 @@ class Channel:
             on_closed(why)
 
     def _read_until_closed(self, on_message: Callable[[Message], None]) -> str:
+        excused = False  # once for each silence, should this process send nothing any more
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES)
+                excused = False
                 if not data:
                     return "the driver closed the connection"
                 bodies, _ = self._connection.receive(data)
                 messages = [decode(body) for body in bodies]
             except TimeoutError:
+                if not excused and self._was_held_up():
+                    excused = True
+                    continue
                 return f"the driver was silent for {self._socket.gettimeout():.0f} s, longer than elastic_timeout"
             except OSError as error:
                 return f"the connection to the driver broke: {error}"

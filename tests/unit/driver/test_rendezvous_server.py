@@ -1,6 +1,8 @@
 import asyncio
+import ctypes
 import socket
 import threading
+import time
 
 import pytest
 
@@ -62,9 +64,8 @@ class Served:
         self.server = RendezvousServer(
             self.key,
             self.listener,
-            heartbeat_interval_s=1.0,
             stall_timeout_s=60.0,
-            **({"silence_limit_s": 5.0, "max_unauthenticated": LIMIT} | limits),
+            **({"heartbeat_interval_s": 1.0, "silence_limit_s": 5.0, "max_unauthenticated": LIMIT} | limits),
         )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -107,7 +108,7 @@ def served():
 
 def test_an_agent_is_welcomed_and_reported_with_its_address(served):
     _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
     served.listener.wait_for("agent_joined", 1, HELLO, "127.0.0.1")
 
 
@@ -127,7 +128,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5, 1))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0, 60.0, "10.0.0.5"))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 7.0, 60.0, "10.0.0.5"))
     _, second = served.client(wire.WorkerHello(5, 1))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -213,6 +214,54 @@ def test_heartbeat_is_answered_if_nothing_else_was_sent_for_a_while(silence_limi
         served.close()
 
 
+@pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5, 1)])
+def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer_whose_last_heartbeat_it_left_unanswered(hello):
+    limit_s, interval_s = 2.0, 0.4
+    served = Served(silence_limit_s=limit_s, heartbeat_interval_s=interval_s)
+    try:
+        served.listener.expected.add(5)
+        channel, inbox = connect([served.address], served.key, timeout_s=WAIT_S), Recorder()
+        served.channels.append(channel)
+
+        def received(message):
+            if isinstance(message, wire.AgentWelcome | wire.WorkerWelcome):
+                channel.set_silence_limit(message.silence_limit_s)  # here: it is not for a read that has begun
+            inbox.message(message)
+
+        channel.start(received, inbox.closed)
+        channel.send(hello)
+        inbox.wait_for("message")
+        time.sleep(0.8 * interval_s)  # so early after the welcome that it is not answered
+        served.call(served.server.acknowledge_agent, 1)
+        served.call(served.server.acknowledge_worker, 5)
+        served.call(time.sleep, 0.95 * limit_s)
+        served.call(served.server.to_agent, 1, wire.Pong())
+        served.call(served.server.to_worker, 5, wire.Pong())
+        inbox.wait_for("message", wire.Pong())
+        assert not any(told[0] == "closed" for told in inbox.told)
+    finally:
+        served.close()
+
+
+def test_worker_that_was_held_up_itself_does_not_blame_the_driver_for_the_silence(served):
+    served.listener.expected.add(5)
+    channel, inbox = connect([served.address], served.key, timeout_s=WAIT_S), Recorder()
+    served.channels.append(channel)
+    channel.set_silence_limit(0.6)
+    channel.start(inbox.message, inbox.closed)
+    channel.send(wire.WorkerHello(5, 1))
+    inbox.wait_for("message")
+    ctypes.PyDLL(None).usleep(2_000_000)  # PyDLL: the interpreter's lock is kept, and no heartbeat can be sent
+    began = time.monotonic()
+    while not any(told[0] == "closed" for told in inbox.told):  # the listener of this server answers none
+        assert time.monotonic() - began < WAIT_S
+        channel.send(wire.WorkerHeartbeat(None, None, False, 0))
+        time.sleep(0.05)
+    assert time.monotonic() - began > 0.5  # the limit counts from here
+    (why,) = (told[1] for told in inbox.told if told[0] == "closed")
+    assert "the driver was silent" in why
+
+
 @pytest.mark.parametrize(("workers", "most"), [(1, 256), (128, 256), (1000, 2000)])
 def test_all_agents_of_a_large_job_may_be_in_their_handshake_at_once(workers, most):
     assert most_handshakes(workers) == most
@@ -296,7 +345,7 @@ def test_connections_over_the_limit_wait_until_the_oldest_is_closed(served):
 def test_idle_connections_do_not_lock_out_others(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT)]
     _, inbox = served.client(HELLO)  # tries again until one of them counts as idle
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
     strangers[0].settimeout(4)
     assert is_closed(strangers[0])
     for stranger in strangers:
@@ -323,7 +372,7 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
         thread.join(WAIT_S)
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
-        inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+        inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
 
 
 def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
@@ -343,7 +392,7 @@ def test_half_a_greeting_does_not_harm_the_server(served):
     stranger = socket.create_connection(served.address)
     stranger.sendall(MAGIC)
     _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
     stranger.close()
 
 
