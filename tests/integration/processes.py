@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,18 +89,27 @@ def wait_for_file(folder: Path, name: str, timeout_s: float, what: str) -> None:
     wait_until(lambda: glob.glob(f"{glob.escape(str(folder))}/**/{name}", recursive=True), timeout_s, what)
 
 
+def _doing(pid: int) -> str:
+    """Return parent, state, age in seconds and system call of a process, to tell why it is still there."""
+    words = subprocess.run(
+        ["ps", "-o", "ppid=,stat=,etimes=,wchan=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
+    return " ".join(f"{name} {word}" for name, word in zip(("parent", "state", "age", "in"), words, strict=False))
+
+
 def assert_gone(processes: Callable[[], dict[int, str]], timeout_s: float) -> None:
-    """Raises AssertionError with the command lines of what is left at the deadline, after killing it."""
+    """Raises AssertionError with what is left at the deadline, and what it was doing, after killing it."""
     start = time.monotonic()
     left = processes()
     while left and time.monotonic() - start < timeout_s:
         time.sleep(0.05)
         left = processes()
+    doing = {pid: _doing(pid) for pid in left}
     for pid in left:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
     if left:
-        lines = "\n".join(f"  {pid} {command[:200]}" for pid, command in left.items())
+        lines = "\n".join(f"  {pid} {command[:200]} ({doing[pid]})" for pid, command in left.items())
         raise AssertionError(f"still there {timeout_s} s after the end:\n{lines}")
