@@ -219,6 +219,8 @@ def main() -> None:
     series.append(Series("applied steps lost", [float(figures.lost_steps)], "steps", target_max=0.0))
     series.append(Series("worlds that no fault explains", [float(figures.false_evictions)], "worlds", target_max=0.0))
     name = f"recovery-{args.fault}-{args.on}" + ("-keras" if args.framework == "keras" else "")
+    if args.sizes != [3, 2]:
+        name += "-" + "-".join(map(str, args.sizes))
     report(name, args, *series, raw=dict(vars(figures)))
     print(f"median pause at a join: {statistics.median(figures.join_pause):.1f} ms")
 

@@ -11,7 +11,7 @@ slots would measure the machine's memory, so each task waits inside Spark's JVM 
 measures that) and no executor: the task threads are in the driver's JVM, and their CPU time is in the JVM's.
 
 Columns: the time from the first `launch` until all tasks run; CPU time of this process and of the JVM meanwhile;
-threads and connections to the JVM that the launcher has added to this process while all slots run; CPU of both
+threads that the launcher has added to this process while all slots run; CPU of both
 processes while nothing happens; the median time from the end of one task until `on_ended`; and the time in which
 `close` ends all slots.
 The exponents are fitted by least squares to the logarithms.
@@ -118,14 +118,14 @@ def launcher_of_held_slots(cluster: Cluster) -> Iterator[tuple[SparkLauncher, He
 
 def measure(cluster: Cluster, size: int, idle_s: float) -> dict[str, Any]:
     me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
-    threads, connections = threading.active_count(), to_the_jvm(cluster)
+    threads = threading.active_count()
     with launcher_of_held_slots(cluster) as (launcher, jobs, ends):
         mine, of_the_jvm, began = cpu_s(me), cpu_s(jvm), time.monotonic()
         for slot in range(size):
             launcher.launch(slot)
         wait_until(lambda: running_tasks(cluster) == size)
         launched_s, mine, of_the_jvm = time.monotonic() - began, cpu_s(me) - mine, cpu_s(jvm) - of_the_jvm
-        added = (threading.active_count() - threads, to_the_jvm(cluster) - connections)
+        added = threading.active_count() - threads
         time.sleep(1.0)
         idle = [cpu_s(me), cpu_s(jvm)]
         time.sleep(idle_s)
@@ -140,8 +140,7 @@ def measure(cluster: Cluster, size: int, idle_s: float) -> dict[str, Any]:
         "launch_s": launched_s,
         "launch_cpu_s": mine,
         "launch_jvm_cpu_s": of_the_jvm,
-        "threads": added[0],
-        "connections": added[1],
+        "threads": added,
         "idle_cpu_share": idle[0] / idle_s,
         "idle_jvm_cpu_share": idle[1] / idle_s,
         "noticed_s": noticed,
@@ -160,10 +159,6 @@ def let_one_end(jobs: HeldJobs, ends: Ends, number: int) -> float:
 def running_tasks(cluster: Cluster) -> int:
     counts = cluster.sc._jsc.sc().taskScheduler().runningTasksByExecutors().values().mkString(" ")
     return sum(map(int, counts.split()))
-
-
-def to_the_jvm(cluster: Cluster) -> int:
-    return len(cluster.sc._gateway._gateway_client.deque)  # type: ignore[union-attr]
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -195,7 +190,6 @@ def main() -> None:
         "CPU s": lambda run: f"{run['launch_cpu_s']:.2f}",
         "JVM CPU s": lambda run: f"{run['launch_jvm_cpu_s']:.2f}",
         "threads": lambda run: f"{run['threads']}",
-        "connections": lambda run: f"{run['connections']}",
         "idle CPU": lambda run: f"{run['idle_cpu_share']:.2%}",
         "idle JVM CPU": lambda run: f"{run['idle_jvm_cpu_share']:.2%}",
         "end noticed ms": lambda run: f"{statistics.median(run['noticed_s']) * 1e3:.0f}",
@@ -214,7 +208,6 @@ def main() -> None:
             ("CPU of the launch", "launch_cpu_s", 1e3, "ms"),
             ("idle CPU", "idle_cpu_share", 100.0, "%"),
             ("threads", "threads", 1.0, "threads"),
-            ("connections", "connections", 1.0, "connections"),
             ("close", "close_s", 1.0, "s"),
         )
         for size in dict.fromkeys(sizes)

@@ -176,6 +176,8 @@ CAPTIONS = {
     "chaos-standalone.json": "storms of random faults, standalone cluster",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
+    "hosts.json": "a reduction between 2 to 8 hosts (loopback addresses, a worker each), beside Gloo's",
+    "spark-slots.json": "the driver's side of 8 to 500 slots in Spark",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
@@ -188,6 +190,7 @@ CAPTIONS = {
     "recovery-link-namespaces.json": "the link of a host (a network namespace) is taken down, heartbeat_timeout 2 s",
     "recovery-stop-processes.json": "SIGSTOP of a worker, heartbeat_timeout 2 s",
     "recovery-worker-processes.json": "SIGKILL of a worker",
+    "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
     "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
     "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
@@ -226,15 +229,19 @@ def _series_of(name: str, document: dict[str, Any]) -> list[str]:
 
 
 def _step_times(name: str, document: dict[str, Any]) -> list[str]:
+    some = next(iter(next(iter(document["models"].values())).values()))
+    ratio, whose = next(
+        (key, of) for key, of in (("ratio_to_ddp", "DDP's"), ("ratio_to_trajectory", '`"trajectory"`')) if key in some
+    )
     rows = [
-        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each['ratio_to_ddp'])} |"
+        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each[ratio])} |"
         for model, ways in document["models"].items()
         for way, each in ways.items()
     ]
     return [
         f"**`{name}`** ({document['what']}; {document['cores']} cores, load {document['load'][0]:.2f})",
         "",
-        "| model: way | median, ms | of DDP's |",
+        f"| model: way | median, ms | of {whose} |",
         "|---|---|---|",
         *rows,
         "",
