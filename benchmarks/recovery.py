@@ -5,6 +5,7 @@
     python benchmarks/recovery.py --fault stop           # SIGSTOP, seen by the missing heartbeats
     python benchmarks/recovery.py --on namespaces --fault link
     python benchmarks/recovery.py --framework keras      # SIGKILL in the middle of model.fit
+    python benchmarks/recovery.py --sizes 4 32 --hosts 8 # the workers are on eight addresses of this machine
 
 Every number comes from what the workers wrote down at their own optimizer steps. "kill → next step" runs from just
 before the signal is sent to the next optimizer step of the *last* survivor. "join" is the longest gap between two
@@ -60,8 +61,10 @@ class Figures:
 
 
 @contextlib.contextmanager
-def running_job(on: str, framework: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Any]]:
-    """A job of `size` workers, and the Spark cluster under it (None: plain processes)."""
+def running_job(
+    on: str, framework: str, folder: str, size: int, hidden: int, hosts: int
+) -> Iterator[tuple[Any, Any]]:
+    """A job of `size` workers, and the Spark cluster under it (None: plain processes, on so many loopback addresses)."""
     common = {
         "num_proc": size,
         "min_num_proc": 1,
@@ -72,7 +75,8 @@ def running_job(on: str, framework: str, folder: str, size: int, hidden: int) ->
     arguments = (folder, hidden)
     function = train_keras if framework == "keras" else train
     if on == "processes":
-        job = spark_elastic.run_async(function, arguments, launcher=spark_elastic.LocalLauncher(), **common)
+        launcher = spark_elastic.LocalLauncher(hosts=[f"127.0.0.{1 + host}" for host in range(hosts)])
+        job = spark_elastic.run_async(function, arguments, launcher=launcher, **common)
         try:
             yield job, None
         finally:
@@ -175,6 +179,7 @@ def main() -> None:
     arguments.add_argument("--framework", choices=["torch", "keras"], default="torch")
     arguments.add_argument("--sizes", type=int, nargs="+", default=[3, 2])
     arguments.add_argument("--hidden", type=int, default=128, help="128: 102 k parameters, 0.8 MB with momentum")
+    arguments.add_argument("--hosts", type=int, default=1, help="loopback addresses of plain processes (%(default)s)")
     args = arguments.parse_args()
     repeat = 3 if args.quick else args.repeat
     rng = random.Random(7)
@@ -183,7 +188,7 @@ def main() -> None:
     for size in args.sizes:
         with (
             tempfile.TemporaryDirectory() as folder,
-            running_job(args.on, args.framework, folder, size, args.hidden) as (job, cluster),
+            running_job(args.on, args.framework, folder, size, args.hidden, args.hosts) as (job, cluster),
         ):
             log = StepLog(Path(folder), job)
             log.wait_for_world(size, 0, 180.0)
@@ -221,6 +226,8 @@ def main() -> None:
     name = f"recovery-{args.fault}-{args.on}" + ("-keras" if args.framework == "keras" else "")
     if args.sizes != [3, 2]:
         name += "-" + "-".join(map(str, args.sizes))
+    if args.hosts > 1:
+        name += f"-on-{args.hosts}-hosts"
     report(name, args, *series, raw=dict(vars(figures)))
     print(f"median pause at a join: {statistics.median(figures.join_pause):.1f} ms")
 
