@@ -172,6 +172,7 @@ CAPTIONS = {
     "chaos-namespaces.json": "storms of random faults, standalone cluster, each Worker in a network namespace",
     "chaos-processes.json": "storms of random faults, processes of one machine",
     "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
+    "chaos-idle.json": "a storm with a fault about every 44 s, standalone cluster, idle machine",
     "chaos-soak.json": "a storm of an hour over one training, standalone cluster",
     "chaos-standalone.json": "storms of random faults, standalone cluster",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
