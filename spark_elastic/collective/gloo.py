@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -171,19 +171,31 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 
 @dataclass(frozen=True)
 class Introduction:
-    """What the members of a new world know of one another before they connect.
+    """What the members of a group know of one another before they connect.
 
     Attributes:
-        addresses: their addresses as Gloo would announce them, by rank.
+        host: the host's name, as Gloo announces it.
         endpoints: where they listen, by rank.
         shared_memory: the announcements of the members on this host, by rank; see `shared_memory.Offer`.
         before: the inodes of the sockets that were open before any of them could connect.
     """
 
-    addresses: Sequence[bytes]
+    host: bytes
     endpoints: Sequence[Endpoint]
     shared_memory: Sequence[bytes]
     before: Collection[int]
+
+    def addresses(self) -> list[bytes]:
+        """Return the members' addresses as Gloo would announce them for the next group of their listeners."""
+        size = len(self.endpoints)
+        return [
+            gloo_addresses.write(self.host, each.address, each.port, range(each.first, each.first + size))
+            for each in self.endpoints
+        ]
+
+    def among(self, ranks: Sequence[int]) -> Introduction:
+        """Return the introduction of a group of some of the members, the next one that their listeners serve."""
+        return replace(self, endpoints=[self.endpoints[rank] for rank in ranks])
 
 
 class GlooGroup:
@@ -251,7 +263,7 @@ class GlooGroup:
             raise HorovodInternalError(
                 f"the members of round {self.round} could not be connected: {why or failure}"
             ) from failure
-        _groups.add(self)
+        close_in_children(self)
 
     def _connect(self, introduction: Introduction | None) -> None:
         pg: ProcessGroupGloo | None = None
@@ -275,14 +287,19 @@ class GlooGroup:
     def _introduced(self, introduction: Introduction) -> tuple[ProcessGroupGloo, GroupSockets]:
         """Connect to members whose addresses are known."""
         store = dist.HashStore()  # type: ignore[attr-defined]
-        for rank, value in enumerate(introduction.addresses):
+        addresses = introduction.addresses()
+        for rank, value in enumerate(addresses):
             if rank != self.rank:
                 store.set(_key(rank), value)  # type: ignore[arg-type]  # bytes are taken, too
         pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
-        sockets = GroupSockets(introduction.before, set(self._addresses), introduction.addresses)
+        sockets = GroupSockets(introduction.before, set(self._addresses), addresses)
+        self.learn_from(introduction)
+        return pg, sockets
+
+    def learn_from(self, introduction: Introduction) -> None:
+        """Set what all members know of one another, without the need of a connection."""
         self.kinds = {endpoint.kind for endpoint in introduction.endpoints}
         self.notes = [endpoint.note for endpoint in introduction.endpoints]
-        return pg, sockets
 
     def _exchanged(self) -> tuple[ProcessGroupGloo, GroupSockets]:
         """Exchange the members' addresses through the driver, and connect to them."""
@@ -472,6 +489,11 @@ _devices: dict[str, Any] = {}
 """Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
 
 
+def close_in_children(group: GlooGroup) -> None:
+    """Let a forked child close its copies of the group's connections."""
+    _groups.add(group)
+
+
 def gloo_options(address: str) -> Any:
     """Return the options of a group that listens at that address, on this process's device there."""
     if address not in _devices:
@@ -481,6 +503,19 @@ def gloo_options(address: str) -> Any:
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 2
     return options
+
+
+def next_connection(address: str) -> tuple[gloo_addresses.GlooListener, int]:
+    """Return where this process listens at that address, and the number of its next group's first connection.
+
+    Raises:
+        UnknownLayoutError: Gloo's addresses cannot be read.
+        RuntimeError: Gloo cannot listen there.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
+    listener = gloo_addresses.read(bytes(store.get(_key(0))), address)
+    return listener, listener.numbers[-1] + 1
 
 
 def give_up_device(address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -11,20 +12,35 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
+from spark_elastic.collective.calls import as_bytes
 from spark_elastic.collective.combining import combinable
+from spark_elastic.collective.devices import GLOO
 from spark_elastic.collective.exchange import ExchangeWork
-from spark_elastic.collective.gloo import Fill, GlooGroup, Introduction, LinkStore
-from spark_elastic.collective.gloo_shutdown import has_ended
+from spark_elastic.collective.gloo import (
+    CONNECT_TIMEOUT_S,
+    Fill,
+    GlooGroup,
+    Introduction,
+    LinkStore,
+    close_in_children,
+    next_connection,
+)
+from spark_elastic.collective.gloo_shutdown import has_ended, open_sockets
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.shared_memory import Offer, find_peers
+from spark_elastic.collective.shared_memory import HostPeers, Offer, OwnSegment, find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
+    Root,
     SharedMemoryReducer,
     SharedWork,
     SpinWait,
+    agree_on_host,
+    pass_on_agreement,
+    read_agreement,
     serve_peers,
 )
+from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
@@ -80,6 +96,7 @@ class Group(GlooGroup):
         self._hosts = list(hosts)
         self._shared: SharedMemoryReducer | None = None
         self._between: GlooGroup | None = None
+        self._introduction: Introduction | None = None
         self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), serve_peers, STALL_S)
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
@@ -87,13 +104,26 @@ class Group(GlooGroup):
     def connect(self, introduction: Introduction | None = None, offer: Offer | None = None) -> None:
         """Connect all members to one another; see `GlooGroup.connect`.
 
+        Members that know of one another and share memory are not connected through Gloo before they need it.
+
         Args:
             introduction: see there.
             offer: this member's shared memory, which is taken or freed; None: it is made now.
         """
         try:
-            super().connect(introduction)
-            self._shared = self._share_memory(introduction, offer)
+            if introduction is None:
+                super().connect()
+                if self._may_share_memory([]):
+                    self._shared = self._share_memory(None, offer)
+            else:
+                self.learn_from(introduction)
+                self._introduction = introduction
+                shares = self._may_share_memory([endpoint.shares for endpoint in introduction.endpoints])
+                if shares:
+                    self._shared = self._share_memory(introduction, offer)
+                if self._shared is None:  # groups between hosts have used the connections of the introduction
+                    super().connect(None if shares and len(set(self._hosts)) > 1 else introduction)
+            close_in_children(self)
         except BaseException:
             self.close()
             raise
@@ -101,27 +131,60 @@ class Group(GlooGroup):
             if offer is not None:
                 offer.close()
 
-    def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
-        hosts = list(dict.fromkeys(self._hosts))
-        members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
-        if len(hosts) == self.size:
-            return None
+    def _may_share_memory(self, settings: Sequence[str]) -> bool:
+        """Return True if members could share memory as far as all of them know; `settings` are theirs, if known."""
+        if len(set(self._hosts)) == self.size or (settings and set(settings) == {GLOO}):
+            return False
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
-            return None
+            return False
+        return True
+
+    def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
+        """Find the members on this host and connect the hosts; return None, on all members alike, if that fails."""
+        hosts = list(dict.fromkeys(self._hosts))
+        members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
+        owners = min(map(len, members.values()))
+        deadline = clock.monotonic() + CONNECT_TIMEOUT_S
+
+        def check() -> None:
+            self.check_alive()
+            if clock.monotonic() > deadline:
+                raise HorovodInternalError(f"the members of round {self.round} have not met within the time limit")
+
+        meeting = SpinWait(check, self.report_stall, serve_peers)
+
+        def agree(peers: HostPeers | None, segment: OwnSegment | None) -> bool:
+            agreed = agree_on_host(peers, segment, self.round, meeting)
+            if len(hosts) == 1:
+                return agreed
+            local_rank = members[self._hosts[self.rank]].index(self.rank)
+            if local_rank >= owners:
+                return agreed and peers is not None and read_agreement(peers, self.round, meeting)
+            self._connect_between(local_rank, [members[host][local_rank] for host in hosts], introduction)
+            assert self._between is not None
+            token = torch.tensor([agreed], dtype=torch.uint8)
+            self._between.wait(self._between.allreduce(token, dist.ReduceOp.MIN))
+            if peers is not None:
+                pass_on_agreement(peers, self.round, bool(token))
+            return bool(token)
+
         settings: list[str] = []
         announcements: Sequence[bytes] = ()
         if introduction is not None:
             settings = [endpoint.shares for endpoint in introduction.endpoints]
             announcements = introduction.shared_memory
-        found = find_peers(self, self._link, self._hosts, offer or Offer(self._link), settings, announcements)
+        offer = offer or Offer(self._link)
+        together = agree if introduction is not None else None
+        found = find_peers(self, self._link, self._hosts, offer, settings, announcements, together)
         if found is None:
+            between, self._between = self._between, None
+            if between is not None:
+                between.close()
             return None
         try:
-            owners = min(map(len, members.values()))
-            if len(hosts) > 1 and found.rank < owners:
-                ranks = [members[host][found.rank] for host in hosts]
-                self._connect_between(found.rank, ranks)
+            if introduction is None and len(hosts) > 1 and found.rank < owners:
+                self._connect_between(found.rank, [members[host][found.rank] for host in hosts], None)
         except BaseException:
             found.close()
             raise
@@ -132,7 +195,7 @@ class Group(GlooGroup):
         sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(found.peers) + 1 <= found.cores else None
         return SharedMemoryReducer(found, self.round, wait, owners, sliced_from, self._between)
 
-    def _connect_between(self, slice_number: int, ranks: Sequence[int]) -> None:
+    def _connect_between(self, slice_number: int, ranks: Sequence[int], introduction: Introduction | None) -> None:
         """Connect to the members on other hosts that own the same slice."""
         addresses = [self._addresses[rank] for rank in ranks]
         name = f"{self.name}/slice/{slice_number}"
@@ -141,7 +204,37 @@ class Group(GlooGroup):
         self._between = between
         if self._why is not None:  # later cuts find it in `_between`
             between.cut(self._why)
-        between.connect()
+        between.connect(introduction and introduction.among(ranks))
+
+    def _launch(self, name: str, *args: Any) -> dist.Work:
+        if self.pg is None and self._shared is not None:
+            self.check_alive()
+            self._connect_late(self._shared)
+        return super()._launch(name, *args)
+
+    def _connect_late(self, shared: SharedMemoryReducer) -> None:
+        """Connect the members through Gloo, in a collective that needs it.
+
+        Other groups may have used connections of their listeners since the introduction. So the members exchange where
+        they listen now, through shared memory.
+
+        Raises:
+            HorovodInternalError: the members did not connect, or the round is over.
+        """
+        assert self._introduction is not None
+        before = frozenset(open_sockets().values())
+        try:
+            listener, first = next_connection(self._addresses[self.rank])
+        except (RuntimeError, ValueError) as error:
+            raise HorovodInternalError(f"Gloo does not listen at {self._addresses[self.rank]}: {error}") from error
+        table = torch.zeros((self.size, 2), dtype=torch.int64)
+        table[self.rank] = torch.tensor([listener.port, first])
+        shared.wait(shared.launch(table, dist.ReduceOp.SUM))
+        endpoints = [
+            replace(endpoint, port=port, first=number)
+            for endpoint, (port, number) in zip(self._introduction.endpoints, table.tolist(), strict=True)
+        ]
+        super().connect(Introduction(listener.host, endpoints, (), before))
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
@@ -166,7 +259,18 @@ class Group(GlooGroup):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         if is_on_gpu(tensor):
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
-        return super().broadcast(tensor, root)
+        if self._shared is None:
+            return super().broadcast(tensor, root)
+        self._settle()
+        self.check_alive()
+        self.log.launched("broadcast", tensor, root)
+        return self._shared.launch_broadcast(as_bytes(tensor), self._root(root))
+
+    def _root(self, rank: int) -> Root:
+        host = self._hosts[rank]
+        number = list(dict.fromkeys(self._hosts)).index(host)
+        here = host == self._hosts[self.rank]
+        return Root(self._hosts[:rank].count(host) if here else None, number)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
         if is_on_gpu(out, tensor):

@@ -140,6 +140,10 @@ CONSUMED = 192 // 8
 """The count of chunks that this member has read from all segments."""
 LEFT = 256 // 8
 """Not 0: this member has left the round and will send no more chunks."""
+MET = 320 // 8
+"""The member's answer on this host: whether it has found all others there; see `agree_on_host`."""
+AGREED = 384 // 8
+"""The answer of all hosts, which the members that are connected to other hosts pass on; see `agree_on_host`."""
 TABLE = _TABLE_AT // 8
 
 
@@ -193,7 +197,7 @@ class OwnSegment(Mapping):
 
     def begin(self, round: int) -> None:
         """Set the counters to the first count of the round."""
-        for counter in (ARRIVED, REDUCED, CONSUMED):
+        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
@@ -208,7 +212,7 @@ class OwnSegment(Mapping):
             return
         fence()
         self.counters[LEFT] = 1
-        for counter in (ARRIVED, REDUCED, CONSUMED):
+        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
             futex_wake(self.counter_address(counter))
         self.close()
 
@@ -373,18 +377,21 @@ def find_peers(
     offer: Offer,
     settings: Collection[str] = (),
     announcements: Sequence[bytes] = (),
+    agree: Callable[[HostPeers | None, OwnSegment | None], bool] | None = None,
 ) -> HostPeers | None:
     """Open the segments of the group's members on this host; return None if any member of the group cannot.
 
-    All members of the connected group call this together, and all of them get peers or all get None.
+    All members of the group call this together, and all of them get peers or all get None.
 
     Args:
-        group: connects the members.
+        group: the group; it is connected, unless `announcements` and `agree` are given.
         link: derives the key of the job.
         hosts: the members' hosts, in the order of their ranks.
         offer: this member's segment, which is taken or freed.
         settings: the members' settings for the way of reduction, if they are known.
         announcements: those of the members on this host, by rank, if they are known.
+        agree: returns True, on all members alike, if all of them have found their peers. It gets the peers, if this
+            member has found them, and this member's segment, if it has one. None: the members agree through Gloo.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -411,7 +418,11 @@ def find_peers(
                 demanded = set(settings) == {SHARED}
                 found = HostPeers(offer.segment, here.index(group.rank), peers, cores, demanded)
                 offer.segment = None
-        if all(any(answer) for answer in group.exchange(bytes([found is not None]))):
+        if agree is None:
+            agreed = all(any(answer) for answer in group.exchange(bytes([found is not None])))
+        else:
+            agreed = agree(found, offer.segment if found is None else found.own)
+        if agreed:
             return found
     except BaseException:
         if found is not None:

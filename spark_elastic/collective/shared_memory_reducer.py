@@ -1,4 +1,4 @@
-"""Reductions among the processes of one host, through the segments of `shared_memory`.
+"""Reductions and broadcasts among the processes of one host, through the segments of `shared_memory`.
 
 A tensor is sent in chunks. A member copies a chunk into its own segment and counts it as arrived. Then either
 
@@ -26,15 +26,18 @@ from spark_elastic.collective.combining import DTYPES, OPERATORS, combine_functi
 from spark_elastic.collective.gloo import Fill, GlooGroup
 from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.shared_memory import (
+    AGREED,
     ARRIVED,
     CONSUMED,
     DEPTH,
     LEFT,
+    MET,
     REDUCED,
     SMALL_BYTES,
     TABLE,
     HostPeers,
     Mapping,
+    OwnSegment,
     Peer,
     SlotPool,
     fence,
@@ -46,8 +49,19 @@ from spark_elastic.errors import HorovodInternalError, UsageError
 
 # --- chunks: their codes in the table, and how they are cut into slices --------------------------------
 
+_BROADCAST = 0xFF
+"""The number of a broadcast among those of the operators."""
 _SLICE_ALIGN_BYTES = 64
 """Two members never write to one cache line."""
+
+
+class Root(NamedTuple):
+    """The sender of a broadcast; it takes the place of a reduction's operator."""
+
+    local_rank: int | None
+    """Its rank among the members on this host; None: it is on another host."""
+    host: int
+    """The number of its host."""
 
 
 @dataclass(slots=True)
@@ -64,7 +78,7 @@ class Chunk:
     code: int
     """See `chunk_code`."""
     op: Any
-    """Gloo's reduction operator."""
+    """Gloo's reduction operator, or the `Root` of a broadcast."""
     slices: list[slice] | None
     """The elements that each owner combines for all; None: every member combines all elements."""
     between: Any = None
@@ -78,7 +92,8 @@ class Chunk:
 def chunk_code(tensor: torch.Tensor, op: Any) -> int:
     """Encode size, type and operator in one number; it is equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
-    return nbytes << 16 | DTYPES[tensor.dtype] << 8 | OPERATORS[operator_name(op)][0]
+    number = _BROADCAST if isinstance(op, Root) else OPERATORS[operator_name(op)][0]
+    return nbytes << 16 | DTYPES[tensor.dtype] << 8 | number
 
 
 def _chunk_bytes(code: int) -> int:
@@ -175,6 +190,46 @@ class SpinWait:
             futex_wake(self._asleep_on)
 
 
+_FOUND, _FAILED = 1, 2
+"""The answers in the counters `MET` and `AGREED`, above the first count of the round."""
+
+
+def agree_on_host(found: HostPeers | None, segment: OwnSegment | None, round: int, wait: SpinWait) -> bool:
+    """Return True, on all members of this host alike, if each of them has found all others.
+
+    Every member writes its answer into its own segment. A member whose segment the others cannot open needs no answer:
+    they have not found it.
+
+    Args:
+        found: the peers, if this member has found all of them.
+        segment: this member's segment, if it has one.
+        round: the round of their group.
+        wait: waits for peers.
+
+    Raises:
+        HorovodInternalError: a peer is gone, or the round is over.
+    """
+    if segment is not None:
+        segment.announce(MET, first_count(round) + (_FAILED if found is None else _FOUND))
+    return found is not None and all(_answer(peer, MET, round, wait) for peer in found.peers)
+
+
+def pass_on_agreement(found: HostPeers, round: int, agreed: bool) -> None:
+    """Let the members of this host read the answer of all hosts."""
+    found.own.announce(AGREED, first_count(round) + (_FOUND if agreed else _FAILED))
+
+
+def read_agreement(found: HostPeers, round: int, wait: SpinWait) -> bool:
+    """Return the answer of all hosts from the first member of this host, which is another one than this process."""
+    return _answer(found.peers[0], AGREED, round, wait)
+
+
+def _answer(peer: Peer, counter: int, round: int, wait: SpinWait) -> bool:
+    due = first_count(round) + _FOUND
+    wait.until(peer, counter, due)
+    return bool(peer.counters[counter] == due)
+
+
 # --- reducing ---------------------------------------------------------------------------------------
 
 _WINDOW = 8
@@ -195,14 +250,16 @@ class SharedWork(NamedTuple):
 
 
 class SharedMemoryReducer:
-    """Reductions among the members of one host. One thread uses it; `interrupt` may be called from another.
+    """Reductions and broadcasts among the members of one host, and with those of other hosts.
+
+    One thread uses it; `interrupt` may be called from another.
 
     Args:
         found: the members of this host.
         round: the round of their group.
         wait: waits for peers.
         owners: the number of members that own a slice, the same on every host.
-        sliced_from: the size in bytes from which chunks are reduced by slices; None: no chunk is.
+        sliced_from: the size in bytes from which chunks are reduced by slices; 0 with several hosts; None: no chunk is.
         between: the owners of this member's slice on all hosts; None if there is one host, or if this member owns none.
     """
 
@@ -250,6 +307,11 @@ class SharedMemoryReducer:
             for start in range(0, count, unit):
                 self._send(flat[start : start + unit], start, op, fill)
         return SharedWork(self, self._launched)
+
+    def launch_broadcast(self, tensor: torch.Tensor, root: Root) -> SharedWork:
+        """Send the bytes of the root's tensor, shape (bytes,), to all members; see `launch`."""
+        fill = None if root.local_rank == self._rank else _nothing
+        return self.launch(tensor, root, fill)
 
     def wait(self, work: SharedWork) -> None:
         while self._consumed < work.end:
@@ -308,6 +370,8 @@ class SharedMemoryReducer:
         counters[at] = offset
         counters[at + 1] = code
         by_slices = self._sliced_from is not None and _chunk_bytes(code) >= self._sliced_from
+        if isinstance(op, Root) and self._sliced_from:
+            by_slices = False  # on one host, all members read the root's chunk
         slices = slices_of(out, self._owners) if by_slices else None
         self._launched = number + 1
         self._pending.append(Chunk(number, out, sent, fill is None, code, op, slices))
@@ -356,15 +420,26 @@ class SharedMemoryReducer:
         part = chunk.sent[mine]
         if part.numel() == 0:
             return
-        if self._peers:
+        if isinstance(chunk.op, Root):
+            sender = self._sender_of(chunk)
+            if sender is not None:
+                part.copy_(self._part(chunk, sender)[mine])
+        elif self._peers:
             total = chunk.out[mine]
             combine_into([whole[mine] for whole in self._parts(chunk, chunk.sent)], total, chunk.combine)
             part.copy_(total)
         if self._between is None:
             self._own.announce(REDUCED, self._base + self._summed)
+            return
+        if isinstance(chunk.op, Root):
+            chunk.between = self._between.broadcast(part, chunk.op.host)
         else:
             chunk.between = self._between.allreduce(part, chunk.op)
-            self._crossing.append(chunk)
+        self._crossing.append(chunk)
+
+    def _sender_of(self, chunk: Chunk) -> Peer | None:
+        """Return the root of a broadcast; None if it is this member, or on another host."""
+        return next((peer for peer in self._peers if peer.rank == chunk.op.local_rank), None)
 
     def _finish_crossing(self) -> None:
         """Wait for the oldest slice that is being reduced between the hosts, and let the others read it."""
@@ -410,7 +485,12 @@ class SharedMemoryReducer:
         if self._summed <= chunk.number:
             for peer in self._peers:
                 self._spin_wait.until(peer, ARRIVED, due)
-        if chunk.slices is None:
+        if chunk.slices is None and isinstance(chunk.op, Root):
+            sender = self._sender_of(chunk)
+            if sender is not None:
+                chunk.out.copy_(self._part(chunk, sender))
+            self._summed = max(self._summed, chunk.number + 1)
+        elif chunk.slices is None:
             # `out` is written after the first two parts were read, so it may be one of those two
             parts = self._parts(chunk, chunk.out if chunk.in_place and self._rank < 2 else chunk.sent)
             combine_into(parts, chunk.out, chunk.combine)
@@ -462,6 +542,10 @@ class SharedMemoryReducer:
                 self._views.clear()
             found = self._views[key] = segment.view(offset, _chunk_bytes(code), dtype)
         return found
+
+
+def _nothing(out: torch.Tensor, start: int) -> None:
+    """Write nothing: a member that receives a broadcast contributes nothing to it."""
 
 
 _reducers: weakref.WeakSet[SharedMemoryReducer] = weakref.WeakSet()

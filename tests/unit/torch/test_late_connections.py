@@ -1,0 +1,187 @@
+"""Members that share memory are connected through Gloo only when a collective needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import shared_memory
+from spark_elastic.collective.process import process
+from spark_elastic.elastic.loop import frontend
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
+
+ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
+COUNTS = (0, 1, 4095, 70_001, shared_memory.LARGE_BYTES + 3)
+PLACES = pytest.mark.parametrize(
+    ("count", "hosts"),
+    [(3, ONE_HOST), (4, TWO_HOSTS), (5, TWO_HOSTS)],
+    ids=["3", "2 and 2 on two hosts", "3 and 2 on two hosts"],
+)
+
+pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+
+
+def together(function, count, *args, hosts=ONE_HOST, introduces=True):
+    with WorldDriver(hosts=hosts, start_with=count, introduces=introduces) as driver:
+        driver.start(function, *args, count=count)
+        return driver.results(count)
+
+
+def is_connected() -> bool:
+    return process.group().pg is not None
+
+
+def recovers_and_gathers():
+    hvd.init()
+    found = []
+    for number in range(3):
+        frontend.rejoin(number)
+        root = hvd.size() - 1
+        value = hvd.broadcast_object({"step": hvd.rank()}, root_rank=root)
+        total = hvd.allreduce(torch.ones(1000), op=hvd.Sum)[7].item()
+        hvd.barrier()
+        before = is_connected()
+        gathered = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+        again = hvd.allreduce(torch.ones(1000), op=hvd.Sum)[7].item()
+        found.append((value == {"step": root}, total, before, gathered, is_connected(), again))
+    return found
+
+
+@PLACES
+def test_a_new_world_needs_no_connection_before_a_collective_that_only_gloo_has(count, hosts):
+    expected = (True, float(count), False, list(range(count)), True, float(count))
+    assert together(recovers_and_gathers, count, hosts=hosts) == [[expected] * 3] * count
+
+
+def test_members_that_do_not_know_of_one_another_are_connected_at_once():
+    expected = (True, 3.0, True, [0, 1, 2], True, 3.0)
+    assert together(recovers_and_gathers, 3, introduces=False) == [[expected] * 3] * 3
+
+
+def broadcasts_everything():
+    hvd.init()
+    wrong = []
+    for dtype in DTYPES:
+        for count in COUNTS:
+            for root in {0, 1, hvd.size() - 1}:
+                expected = (torch.arange(count) % 97 + root).to(dtype)
+                mine = expected.clone() if hvd.rank() == root else torch.zeros(count, dtype=dtype)
+                if not torch.equal(hvd.broadcast(mine, root_rank=root), expected):
+                    wrong.append((dtype, count, root))
+    return wrong, is_connected()
+
+
+@PLACES
+def test_broadcasts_of_every_type_and_size_reach_all_members(count, hosts):
+    assert together(broadcasts_everything, count, hosts=hosts) == [([], False)] * count
+
+
+def overlaps():
+    """Launch collectives of three ways, and wait for them in an order that differs between ranks."""
+    hvd.init()
+    r, n = hvd.rank(), hvd.size()
+    handles = [
+        hvd.allreduce_async(torch.full((9,), 1.0), op=hvd.Sum),
+        hvd.broadcast_async(torch.full((70_000,), float(r)), root_rank=1),
+        hvd.allgather_async(torch.tensor([r])),
+        hvd.broadcast_async(torch.full((3,), float(r)), root_rank=0),
+        hvd.allreduce_async(torch.full((3,), 2.0), op=hvd.Sum, process_set=hvd.local_process_set),
+    ]
+    order = list(range(len(handles)))
+    order = order[r % n :] + order[: r % n]
+    got = {number: hvd.synchronize(handles[number]).unique().tolist() for number in order}
+    return [got[number] for number in range(4)] == [[float(n)], [1.0], list(range(n)), [0.0]]
+
+
+@PLACES
+def test_collectives_of_all_ways_can_be_waited_for_in_any_order(count, hosts):
+    assert together(overlaps, count, hosts=hosts) == [True] * count
+
+
+def uses_a_set_first():
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    inside = hvd.allgather(torch.tensor([hvd.rank()]), process_set=pair).tolist() if pair.included() else [0, 1]
+    return inside, hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+
+
+def test_groups_of_sets_that_were_connected_before_do_not_disturb_a_late_connection():
+    assert together(uses_a_set_first, 3) == [([0, 1], [0, 1, 2])] * 3
+
+
+def is_lost(how: str):
+    hvd.init()
+    group = process.group()
+    if hvd.rank() == 1:
+        hvd.allreduce(torch.ones(1))
+        tell("gone")
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        die()
+    start = time.perf_counter()
+    gathered = torch.empty(hvd.size(), dtype=torch.uint8)
+    was_connected = group.pg is not None
+    try:
+        hvd.allreduce(torch.ones(1))
+        group.wait(group.allgather(gathered, torch.ones(1, dtype=torch.uint8)))
+    except hvd.HorovodInternalError:
+        return was_connected, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_member_lost_before_a_late_connection_ends_it(how, hosts):
+    with WorldDriver(hosts=hosts, start_with=4) as driver:
+        driver.start(is_lost, how, count=4)
+        driver.wait(lambda: driver.told("gone"))
+        if how == "stopped":
+            driver.evict(3 if len(hosts) > 1 else 2)
+        for was_connected, seconds in driver.results(3):
+            assert not was_connected
+            assert seconds < 15  # milliseconds on an idle machine; less than the time limit for a connection
+
+
+def stops_before_it_has_met_the_others():
+    from spark_elastic.collective import group
+
+    def stopped(*_):
+        tell("stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if link().worker == 2:
+        group.agree_on_host = stopped
+    hvd.init()
+    return hvd.size()
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+def test_a_member_that_hangs_while_the_others_meet_it_does_not_delay_them(hosts):
+    with WorldDriver(hosts=hosts, start_with=4) as driver:
+        driver.start(stops_before_it_has_met_the_others, count=4)
+        driver.wait(lambda: driver.told("stopped"))
+        start = time.perf_counter()
+        driver.evict(2)
+        assert driver.results(3) == [3] * 3
+        assert time.perf_counter() - start < 15  # less than the time limit for members to meet
+
+
+def lacks_the_memory_of_others():
+    def refused(*_):
+        raise OSError("another user")
+
+    if link().worker == 2:
+        shared_memory._open_peers = refused
+    hvd.init()
+    return process.group()._shared is not None, hvd.allreduce(torch.ones(70_000), op=hvd.Sum)[0].item()
+
+
+@PLACES
+def test_all_use_gloo_if_a_member_cannot_open_the_memory_of_another(count, hosts):
+    assert together(lacks_the_memory_of_others, count, hosts=hosts) == [(False, float(count))] * count
