@@ -311,9 +311,10 @@ class HostPeers:
     """All members of the group are set to use shared memory even where it may be slower."""
 
     def close(self) -> None:
+        """Leave the round: members that wait for an answer of this one fail at once."""
         for peer in self.peers:
             peer.close()
-        self.own.close()
+        self.own.leave()
 
 
 class _Announcement(NamedTuple):

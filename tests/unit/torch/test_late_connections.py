@@ -185,3 +185,12 @@ def lacks_the_memory_of_others():
 @PLACES
 def test_all_use_gloo_if_a_member_cannot_open_the_memory_of_another(count, hosts):
     assert together(lacks_the_memory_of_others, count, hosts=hosts) == [(False, float(count))] * count
+
+
+def test_a_member_that_gives_up_tells_those_that_wait_for_its_answer():
+    own = shared_memory.OwnSegment()
+    seen = shared_memory.Mapping(own.descriptor, writable=False)
+    assert not seen.counters[shared_memory.LEFT]
+    shared_memory.HostPeers(own, 0, [], 1, False).close()
+    assert seen.counters[shared_memory.LEFT]
+    seen.unmap()
