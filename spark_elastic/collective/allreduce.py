@@ -16,7 +16,7 @@ from spark_elastic.collective.calls import (
     start_allgather,
 )
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.negotiation import Launched
+from spark_elastic.collective.negotiation import Launched, Launching
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.errors import UsageError
@@ -190,9 +190,11 @@ def sparse_allreduce_async(
     if group is None:
         return SparseHandle(None, [], tensor.clone)
 
-    def launch(group: GlooGroup) -> Launched:
+    def launch(group: GlooGroup) -> Launching:
         sparse = tensor.detach().coalesce()
-        launched = [start_allgather(group, part) for part in (sparse.indices().t().contiguous(), sparse.values())]
+        launched = []
+        for part in (sparse.indices().t().contiguous(), sparse.values()):
+            launched.append((yield from start_allgather(group, part)))
         divisor = group.size if op is Average else 1
 
         def finish() -> torch.Tensor:

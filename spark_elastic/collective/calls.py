@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.negotiation import Launched, Pending
+from spark_elastic.collective.negotiation import Launched, Launching, Pending, until_done
 from spark_elastic.collective.reduction import ReduceOp
 from spark_elastic.errors import UsageError
 
@@ -120,7 +120,7 @@ def queue_call(
     kind: str,
     name: str | None,
     description: str,
-    launch: Callable[[GlooGroup], Launched],
+    launch: Callable[[GlooGroup], Launched | Launching],
     handle: type[Handle] = Handle,
 ) -> Handle:
     """Queue a collective for comparison with the other members' calls; return its handle.
@@ -130,7 +130,7 @@ def queue_call(
         kind: the name of the collective.
         name: the user's name for this call, by which it is matched; None: calls are matched in their order.
         description: types, shapes and settings; it must be the same on all members.
-        launch: launches it on the group.
+        launch: launches it on the group; a generator if it waits for other exchanges first.
         handle: the class of the handle.
     """
     return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
@@ -184,9 +184,11 @@ def describe_reduction(
 # --- launching ----------------------------------------------------------------------------------------
 
 
-def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launched:
+def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launching:
     """Launch an all-gather of contiguous tensors along the first dimension, without comparing the members' calls."""
-    rows = _row_counts(group, tensor)
+    everyone = torch.empty(group.size, dtype=torch.int64)
+    yield from until_done(group, group.allgather(everyone, torch.tensor([tensor.shape[0]])))
+    rows: list[int] = everyone.tolist()  # a rank that has joined sends zero
     most = max(rows)
     if most * tensor.shape[1:].numel() == 0:
         return [], lambda: tensor.new_empty((sum(rows), *tensor.shape[1:]))
@@ -200,12 +202,6 @@ def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launched:
         return torch.cat([out[rank, :count] for rank, count in enumerate(rows)])
 
     return [work], finish
-
-
-def _row_counts(group: GlooGroup, tensor: torch.Tensor) -> list[int]:
-    everyone = torch.empty(group.size, dtype=torch.int64)
-    group.wait(group.allgather(everyone, torch.tensor([tensor.shape[0]])))  # a rank that has joined sends zero
-    return [int(count) for count in everyone]
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

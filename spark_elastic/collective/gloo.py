@@ -32,7 +32,8 @@ from spark_elastic.collective.gloo_shutdown import (
     leave_behind,
     open_sockets,
 )
-from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.joining import FOREVER_S, STALL_S, CollectiveLog
+from spark_elastic.collective.late_connection import LateConnection
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.messages import Endpoint
@@ -122,15 +123,26 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
         size: the number of members.
         address: the address that this process's device was made for.
         kind, note: what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
+        patient: wait for the others until the round is over; False: for `CONNECT_TIMEOUT_S`.
     """
 
     def __init__(
-        self, link: WorkerLink, round: int, name: str, rank: int, size: int, address: str, kind: str, note: str
+        self,
+        link: WorkerLink,
+        round: int,
+        name: str,
+        rank: int,
+        size: int,
+        address: str,
+        kind: str,
+        note: str,
+        patient: bool,
     ) -> None:
         super().__init__()
         self._link = link
         self._round, self._name, self._rank, self._size = round, name, rank, size
         self._address, self._kind, self._note = address, kind, note
+        self._timeout_s = FOREVER_S if patient else CONNECT_TIMEOUT_S
         self._own = ""
         self.kinds: list[str] = []
         self.notes: list[str] = []
@@ -144,11 +156,11 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
         self._own = json.dumps([self._kind, self._note, address])
 
     def get(self, key: str) -> bytes:
-        self._exchange(CONNECT_TIMEOUT_S)
+        self._exchange()
         return self.addresses[int(key.removeprefix(_key("")))]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._exchange(timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+        self._exchange()
 
     def check(self, keys: list[str]) -> bool:
         return bool(self.addresses)
@@ -156,11 +168,11 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
     def has_extended_api(self) -> bool:
         return False
 
-    def _exchange(self, timeout_s: float) -> None:
+    def _exchange(self) -> None:
         if self.addresses:
             return
         try:
-            values = self._link.gather(self._round, self._name, self._rank, self._size, self._own, timeout_s)
+            values = self._link.gather(self._round, self._name, self._rank, self._size, self._own, self._timeout_s)
         except BaseException as error:
             self.error = error
             raise
@@ -237,6 +249,7 @@ class GlooGroup:
         self._in_flight = InFlight()
         self._failure: BaseException | None = None
         self._sockets: GroupSockets | None = None
+        self._late: LateConnection | None = None
         self.pg: ProcessGroupGloo | None = None
 
     def connect(self, introduction: Introduction | None = None) -> None:
@@ -263,14 +276,32 @@ class GlooGroup:
             raise HorovodInternalError(
                 f"the members of round {self.round} could not be connected: {why or failure}"
             ) from failure
-        close_in_children(self)
+        _groups.add(self)
 
-    def _connect(self, introduction: Introduction | None) -> None:
+    def connect_late(self) -> None:
+        """Let the first collective connect the members to one another; all of them call this, and it does not wait."""
+        self._late = LateConnection(self._connect_late, self._launch_now)
+        _groups.add(self)
+
+    def _connect_late(self) -> None:
+        self._connect(None, late=True)
+        failure, self._failure = self._failure, None
+        if failure is None and not self._abandoned:
+            return
+        give_up_device(self._addresses[self.rank], late=True)
+        raise HorovodInternalError(
+            f"the members of round {self.round} could not be connected: {self._why or failure}"
+        ) from failure
+
+    def _connect(self, introduction: Introduction | None, late: bool = False) -> None:
         pg: ProcessGroupGloo | None = None
         sockets: GroupSockets | None = None
         failure: BaseException | None = None
         try:
-            pg, sockets = self._introduced(introduction) if introduction is not None else self._exchanged()
+            if introduction is not None:
+                pg, sockets = self._introduced(introduction)
+            else:
+                pg, sockets = self._exchanged(late)
             timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * self._link.stall_timeout_s)  # so that the driver acts first
             pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
         except BaseException as error:  # raised in the thread that waits
@@ -301,16 +332,21 @@ class GlooGroup:
         self.kinds = {endpoint.kind for endpoint in introduction.endpoints}
         self.notes = [endpoint.note for endpoint in introduction.endpoints]
 
-    def _exchanged(self) -> tuple[ProcessGroupGloo, GroupSockets]:
-        """Exchange the members' addresses through the driver, and connect to them."""
+    def _exchanged(self, late: bool) -> tuple[ProcessGroupGloo, GroupSockets]:
+        """Exchange the members' addresses through the driver, and connect to them.
+
+        Args:
+            late: wait for the others until the round is over, and use a listener that no other group uses meanwhile.
+        """
         may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
         address = self._addresses[self.rank]
+        kind = "gpu" if may else "cpu"
         store = AddressExchange(
-            self._link, self.round, self.name, self.rank, self.size, address, "gpu" if may else "cpu", self.note
+            self._link, self.round, self.name, self.rank, self.size, address, kind, self.note, patient=late
         )
         try:
             before = frozenset(open_sockets().values())
-            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(address))
+            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(address, late))
             sockets = GroupSockets(before, set(self._addresses), store.addresses)
         except BaseException as error:
             raise store.error or error from None
@@ -323,6 +359,7 @@ class GlooGroup:
             if self._why is None:
                 self._why = why
         self._over.set()
+        self._end_late()
         if self._sockets is not None:
             self._sockets.shutdown()
         self._cut_at = min(self._cut_at, clock.monotonic())
@@ -446,14 +483,22 @@ class GlooGroup:
     def _while_waiting(self) -> None:
         """Do other work; called repeatedly during a long wait."""
 
-    def _launch(self, name: str, *args: Any) -> dist.Work:
+    def _launch(self, name: str, *args: Any) -> Any:
         self.check_alive()
         try:
-            work: dist.Work = getattr(self.pg, name)(*args)
+            work = self._launch_now(name, *args) if self._late is None else self._late.launch(name, *args)
         except Exception as error:
             raise self.translate(error) from error
         self._in_flight.add(work)
         return work
+
+    def _launch_now(self, name: str, *args: Any) -> dist.Work:
+        work: dist.Work = getattr(self.pg, name)(*args)
+        return work
+
+    def _end_late(self) -> None:
+        if self._late is not None:
+            self._late.end(HorovodInternalError(f"round {self.round} is over: {self._why}"))
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
@@ -461,7 +506,9 @@ class GlooGroup:
             if self._why is None:
                 self._why = "the group was closed"
         self.negotiation.close()
+        self._end_late()
         with self._lock:
+            self._abandoned = True  # a thread that still connects frees what it has made
             pg, self.pg = self.pg, None
             sockets, self._sockets = self._sockets, None
         if sockets is not None:
@@ -485,42 +532,31 @@ class GlooGroup:
 
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
-_devices: dict[str, Any] = {}
-"""Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
+_devices: dict[tuple[str, bool], Any] = {}
+"""Gloo's devices by the address that they listen at, and by use: True: for late connections, which may be made at the
+same time as others. Each has a listener, and a thread for all its connections."""
 
 
-def close_in_children(group: GlooGroup) -> None:
-    """Let a forked child close its copies of the group's connections."""
-    _groups.add(group)
+def gloo_options(address: str, late: bool = False) -> Any:
+    """Return the options of a group that listens at that address, on this process's device there.
 
-
-def gloo_options(address: str) -> Any:
-    """Return the options of a group that listens at that address, on this process's device there."""
-    if address not in _devices:
-        _devices[address] = ProcessGroupGloo.create_device(hostname=address)
+    Args:
+        address: the address.
+        late: use the device for late connections. At most one group of a process connects through it at a time, and no
+            group connects through the other one from two threads, so that `GroupSockets` can tell their connections.
+    """
+    if (address, late) not in _devices:
+        _devices[address, late] = ProcessGroupGloo.create_device(hostname=address)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_devices[address]]
+    options._devices = [_devices[address, late]]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 2
     return options
 
 
-def next_connection(address: str) -> tuple[gloo_addresses.GlooListener, int]:
-    """Return where this process listens at that address, and the number of its next group's first connection.
-
-    Raises:
-        UnknownLayoutError: Gloo's addresses cannot be read.
-        RuntimeError: Gloo cannot listen there.
-    """
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
-    listener = gloo_addresses.read(bytes(store.get(_key(0))), address)
-    return listener, listener.numbers[-1] + 1
-
-
-def give_up_device(address: str) -> None:
+def give_up_device(address: str, late: bool = False) -> None:
     """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
-    device = _devices.pop(address, None)
+    device = _devices.pop((address, late), None)
     if device is not None:
         graveyard.bury(device)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,12 +21,11 @@ from spark_elastic.collective.gloo import (
     GlooGroup,
     Introduction,
     LinkStore,
-    close_in_children,
-    next_connection,
 )
-from spark_elastic.collective.gloo_shutdown import has_ended, open_sockets
+from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.late_connection import LateWork
 from spark_elastic.collective.shared_memory import HostPeers, Offer, OwnSegment, find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
@@ -45,8 +43,11 @@ from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-_TURN = timedelta(seconds=1e-3)
+_TURN_S = 1e-3
+_TURN = timedelta(seconds=_TURN_S)
 """The time to wait for Gloo before this member looks again for others that wait for its slices."""
+_CHECK_S = 20e-3
+"""The time to wait for a connection before this member looks again whether the others of its host are alive."""
 
 MOST_BYTES_BETWEEN_HOSTS = 1 << 20
 """With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
@@ -96,7 +97,6 @@ class Group(GlooGroup):
         self._hosts = list(hosts)
         self._shared: SharedMemoryReducer | None = None
         self._between: GlooGroup | None = None
-        self._introduction: Introduction | None = None
         self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), serve_peers, STALL_S)
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
@@ -117,13 +117,13 @@ class Group(GlooGroup):
                     self._shared = self._share_memory(None, offer)
             else:
                 self.learn_from(introduction)
-                self._introduction = introduction
                 shares = self._may_share_memory([endpoint.shares for endpoint in introduction.endpoints])
                 if shares:
                     self._shared = self._share_memory(introduction, offer)
-                if self._shared is None:  # groups between hosts have used the connections of the introduction
+                if self._shared is not None:
+                    self.connect_late()
+                else:  # groups between hosts have used the connections of the introduction
                     super().connect(None if shares and len(set(self._hosts)) > 1 else introduction)
-            close_in_children(self)
         except BaseException:
             self.close()
             raise
@@ -206,36 +206,6 @@ class Group(GlooGroup):
             between.cut(self._why)
         between.connect(introduction and introduction.among(ranks))
 
-    def _launch(self, name: str, *args: Any) -> dist.Work:
-        if self.pg is None and self._shared is not None:
-            self.check_alive()
-            self._connect_late(self._shared)
-        return super()._launch(name, *args)
-
-    def _connect_late(self, shared: SharedMemoryReducer) -> None:
-        """Connect the members through Gloo, in a collective that needs it.
-
-        Other groups may have used connections of their listeners since the introduction. So the members exchange where
-        they listen now, through shared memory.
-
-        Raises:
-            HorovodInternalError: the members did not connect, or the round is over.
-        """
-        assert self._introduction is not None
-        before = frozenset(open_sockets().values())
-        try:
-            listener, first = next_connection(self._addresses[self.rank])
-        except (RuntimeError, ValueError) as error:
-            raise HorovodInternalError(f"Gloo does not listen at {self._addresses[self.rank]}: {error}") from error
-        table = torch.zeros((self.size, 2), dtype=torch.int64)
-        table[self.rank] = torch.tensor([listener.port, first])
-        shared.wait(shared.launch(table, dist.ReduceOp.SUM))
-        endpoints = [
-            replace(endpoint, port=port, first=number)
-            for endpoint, (port, number) in zip(self._introduction.endpoints, table.tolist(), strict=True)
-        ]
-        super().connect(Introduction(listener.host, endpoints, (), before))
-
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
         if is_on_gpu(tensor):
@@ -298,9 +268,31 @@ class Group(GlooGroup):
             assert self._shared is not None
             self._shared.wait(work)
             return
-        if self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
+        if isinstance(work, LateWork):
+            self._await_connection(work)
+        elif self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
             self._take_turns(work)
         super().wait(work)  # of an `ExchangeWork`, it calls this method for the exchange
+
+    def _await_connection(self, work: LateWork) -> None:
+        """Wait until a collective is launched, and meanwhile do the work that other members may wait for.
+
+        Raises:
+            HorovodInternalError: a member of this host is gone, whose death no connection tells of yet.
+        """
+        assert self._shared is not None
+        assert self._late is not None
+        stall_at, stalled = clock.monotonic() + STALL_S, False
+        try:
+            while not work.has_begun(_TURN_S if self._shared.others_wait else _CHECK_S):
+                serve_peers()
+                self._late.check(work, self._shared.check_peers)
+                if not stalled and clock.monotonic() >= stall_at:
+                    stalled = True
+                    self.report_stall(True)
+        finally:
+            if stalled:
+                self.report_stall(False)
 
     def _take_turns(self, work: dist.Work) -> None:
         """Wait up to `STALL_S` for Gloo, and meanwhile do the work that other members may wait for."""

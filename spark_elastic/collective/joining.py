@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 STALL_S = 0.25
 """A collective that takes longer makes a rank ask whether another one has joined."""
-_FOREVER_S = 1e6
+FOREVER_S = 1e6
+"""The time limit of a wait that only the end of the round ends."""
 _END = b"end"
 
 
@@ -62,7 +63,7 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], _FOREVER_S)
+            (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], FOREVER_S)
             if generation != self._generation:
                 return
             self._publishing = True
@@ -99,7 +100,7 @@ class CollectiveLog:
         )
         waits.start()
         while True:
-            (call,) = self._link.kv_get(self._round, [self._key(self.count)], _FOREVER_S)
+            (call,) = self._link.kv_get(self._round, [self._key(self.count)], FOREVER_S)
             if call == _END:
                 break
             _contribute_neutral(group, json.loads(call))
@@ -113,7 +114,7 @@ class CollectiveLog:
     def _end_when_all_have(self, prefix: str, count: int, counts: list[int]) -> None:
         """Put the number of collectives that each rank had launched when it joined into `counts`, and end the join."""
         try:
-            found = self._link.gather(self._round, prefix, self._rank, self._size, str(count), _FOREVER_S)
+            found = self._link.gather(self._round, prefix, self._rank, self._size, str(count), FOREVER_S)
             counts += map(int, found)
             self._link.kv_set(self._round, f"{prefix}/collective/{max(counts)}", _END)
         except (SparkElasticError, TimeoutError):

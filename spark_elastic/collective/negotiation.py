@@ -6,6 +6,11 @@ the queues are equal, which one small all-reduce of a fingerprint shows. Otherwi
 collectives that all members have queued alike are launched, in one order; those that they have queued differently, or
 that some members never call, fail on every member with the same error.
 
+A member takes part in the comparisons of several groups at the same time, and members may wait for those groups in
+different orders. So a comparison is a generator, as is a launch that needs an exchange of its own (of row counts, say).
+It yields each work that it waits for. While a member waits for one group, it continues the others' generators as far as
+their works are complete; it never blocks in one of them.
+
 The buckets of an optimizer are not queued here: their layout is compared once for each world.
 """
 
@@ -15,9 +20,9 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
 """The launched operations (works) of a collective, and the function that makes its result once they are complete."""
+
+Launching = Generator[Any, None, Launched]
+"""A launch that waits: it yields each work that has to be complete before it continues; see `until_done`."""
 
 _LONGEST_QUEUE_BYTES = 64 << 20
 _LONGEST_TEXT = 300
@@ -50,7 +58,7 @@ class Pending:
     """A text that must be the same on all members."""
     problem: str
     """The error of this member's call, for the others; "" if it is valid."""
-    launch: Callable[[], Launched] | None
+    launch: Callable[[], Launched | Launching] | None
     """Launches it; None if there is nothing to launch."""
     detail: str = ""
     """A text that may differ between members."""
@@ -67,11 +75,12 @@ class Pending:
         """Return the part that is sent to the other members."""
         return [self.key, self.kind, self.description, self.problem]
 
-    def start(self) -> None:
-        """Launch it; an error is kept and raised to the waiting caller."""
+    def start(self) -> Generator[Any, None, None]:
+        """Launch it, yielding what that waits for; an error is kept and raised to the waiting caller."""
         launch, self.launch = self.launch, None
         try:
-            self.launched = ((), lambda: None) if launch is None else launch()
+            launched = ((), lambda: None) if launch is None else launch()
+            self.launched = (yield from launched) if isinstance(launched, Generator) else launched
         except Exception as error:
             self.error = error
 
@@ -80,12 +89,20 @@ class Pending:
         self.error = error
 
 
-class _Comparison(NamedTuple):
-    """A comparison in progress: the calls that this member had queued at its beginning, and their all-reduce."""
+def until_done(group: GlooGroup, work: Any) -> Generator[Any, None, None]:
+    """Yield a work, and complete it when the generator is continued; see `Launching`."""
+    yield work
+    group.wait(work)
 
-    queued: list[Pending]
-    token: torch.Tensor
-    work: Any
+
+def launch_now(launching: Launching) -> Launched:
+    """Launch without comparing the members' calls: block wherever the launch waits."""
+    while True:
+        try:
+            next(launching)  # continuing it completes the work that it has yielded
+        except StopIteration as end:
+            launched: Launched = end.value
+            return launched
 
 
 class Negotiation:
@@ -93,7 +110,7 @@ class Negotiation:
 
     Only the group's thread uses it. While a member waits for a collective of this group, it also compares the queues of
     its other groups. Otherwise two members could wait for each other: one may have to finish a collective of another
-    group before it calls the one of this group.
+    group before it calls the one of this group. For the same reason, no comparison blocks the others.
     """
 
     def __init__(self, group: GlooGroup) -> None:
@@ -101,7 +118,10 @@ class Negotiation:
         self._queue: dict[str, Pending] = {}
         self._numbers: dict[str, int] = {}
         """The number of collectives without a name that were queued, by kind."""
-        self._comparison: _Comparison | None = None
+        self._comparison: Generator[Any, None, None] | None = None
+        """The comparison in progress; see `_steps`."""
+        self._awaited: Any = None
+        """The work that it waits for."""
         self._busy = False
         """True while this negotiation launches collectives itself, so that they are not queued behind it."""
         self._waiting = False
@@ -117,7 +137,7 @@ class Negotiation:
         kind: str,
         name: str | None,
         description: str,
-        launch: Callable[[], Launched] | None,
+        launch: Callable[[], Launched | Launching] | None,
         problem: str = "",
         detail: str = "",
     ) -> Pending:
@@ -174,9 +194,11 @@ class Negotiation:
         The other members of those groups then launch the compared collectives. They need slots in shared memory that
         are free only once this member has launched the same collectives, and they come to `work` only after that.
         """
-        begun = [other for other in _in_use if other is not self and other._comparison is not None]
-        if begun:
-            self._serve(begun, work.is_completed, begin=False)
+        self._serve(work.is_completed, lambda other: other._comparison is not None, begin=False)
+
+    def serve_until(self, is_over: Callable[[], bool]) -> None:
+        """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
+        self._serve(is_over, lambda other: bool(other._queue), begin=True)
 
     def reset_numbers(self) -> None:
         """Restart the numbering of calls without a name, when no member has a call in progress."""
@@ -189,70 +211,75 @@ class Negotiation:
     # --- comparing ----------------------------------------------------------------------------
 
     def _compare(self) -> None:
+        """Compare the queues once, and launch what the members have agreed on."""
         self._waiting = True
         try:
             self._begin()
-            others = [other for other in _in_use if other is not self and other._queue]
-            if others:
-                self._serve(others, self._is_over, begin=True)
-            self._end()
+            self.serve_until(self._is_over)
+            while self._comparison is not None:
+                self._continue()
         finally:
             self._waiting = False
 
     def _begin(self) -> None:
-        if self._comparison is not None:
-            return
-        self._busy = True
-        try:
-            queued = list(self._queue.values())
-            what = _fingerprint(json.dumps([pending.message() for pending in queued]))
-            detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
-            # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
-            token = torch.tensor([what, -what, detail, -detail])
-            self._comparison = _Comparison(queued, token, self._group.allreduce(token, dist.ReduceOp.MAX))
-        finally:
-            self._busy = False
+        if self._comparison is None:
+            self._comparison = self._steps()
+            self._continue()
 
     def _is_over(self) -> bool:
-        """Return True if `_end` would not block for long."""
-        return self._comparison is None or bool(self._comparison.work.is_completed())
+        """Continue the comparison as far as that is possible without waiting; return True if it is over."""
+        while self._comparison is not None and self._awaited.is_completed():
+            self._continue()
+        return self._comparison is None
 
-    def _end(self) -> None:
-        comparison, self._comparison = self._comparison, None
-        if comparison is None:
-            return
+    def _continue(self) -> None:
+        """Wait for what the comparison waits for, and continue it up to its next wait."""
+        assert self._comparison is not None
         self._busy = True
         try:
-            self._group.wait(comparison.work)
-            most, least, most_detail, least_detail = comparison.token.tolist()
-            if most == -least:
-                for pending in comparison.queued:
-                    del self._queue[pending.key]
-                    pending.alike = most_detail == -least_detail
-                for pending in comparison.queued:
-                    pending.start()
-            else:
-                self._resolve(self._exchange_queues(comparison.queued))
+            self._awaited = next(self._comparison)
+        except BaseException as error:
+            self._comparison = self._awaited = None
+            if not isinstance(error, StopIteration):
+                raise
         finally:
             self._busy = False
 
-    def _serve(self, others: list[Negotiation], is_over: Callable[[], bool], begin: bool) -> None:
+    def _steps(self) -> Generator[Any, None, None]:
+        """Compare the queues, and launch the collectives that all members have queued alike, one after another."""
+        queued = list(self._queue.values())
+        what = _fingerprint(json.dumps([pending.message() for pending in queued]))
+        detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
+        # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
+        token = torch.tensor([what, -what, detail, -detail])
+        yield from until_done(self._group, self._group.allreduce(token, dist.ReduceOp.MAX))
+        most, least, most_detail, least_detail = token.tolist()
+        if most == -least:
+            for pending in queued:
+                pending.alike = most_detail == -least_detail
+            agreed = queued
+        else:
+            agreed = self._resolve((yield from self._exchange_queues(queued)))
+        for pending in agreed:
+            yield from pending.start()
+            del self._queue[pending.key]
+
+    def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], begin: bool) -> None:
         """Compare the queues of other groups, whose members may wait for it.
 
         Args:
-            others: the negotiations of these groups.
             is_over: returns True once this member does not have to wait any longer.
+            needs: returns True for the negotiations that are to be served; this ends when there is none.
             begin: also begin comparisons; False: only complete those that were begun.
         """
         began, stalled = clock.monotonic(), False
         try:
-            while not is_over() and (begin or any(other._comparison is not None for other in others)):
+            while (others := [other for other in _in_use if other is not self and needs(other)]) and not is_over():
                 self._group.check_alive()
                 for other in others:
-                    if begin and other._queue:
+                    if begin:
                         other._begin()
-                    if other._comparison is not None and other._is_over():
-                        other._end()
+                    other._is_over()
                 if not stalled and clock.monotonic() - began > STALL_S:
                     stalled = True
                     self._group.report_stall(True)
@@ -261,47 +288,46 @@ class Negotiation:
             if stalled:
                 self._group.report_stall(False)
 
-    def _exchange_queues(self, queued: list[Pending]) -> dict[int, _MemberQueue]:
+    def _exchange_queues(self, queued: list[Pending]) -> Generator[Any, None, dict[int, _MemberQueue]]:
         """Return the members' queues, by rank in the group, without the ranks that have joined."""
         group = self._group
         entries = [pending.message() for pending in queued]
         mine = json.dumps({"waits": self._waiting, "numbers": self._numbers, "queue": entries}).encode()
         sizes = torch.empty(group.size, dtype=torch.int64)
-        group.wait(group.allgather(sizes, torch.tensor([len(mine)])))
+        yield from until_done(group, group.allgather(sizes, torch.tensor([len(mine)])))
         longest = int(sizes.max())
         if longest > _LONGEST_QUEUE_BYTES or int(sizes.min()) < 0:
             raise UsageError(f"more collectives are under way than can be compared ({longest} bytes); synchronize some")
         sent = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
         everyone = sent.new_empty((group.size, longest))
-        group.wait(group.allgather(everyone.view(-1), sent))
+        yield from until_done(group, group.allgather(everyone.view(-1), sent))
         return {
             rank: _MemberQueue(json.loads(row.numpy().tobytes()[:size]))
             for rank, (row, size) in enumerate(zip(everyone, sizes.tolist(), strict=True))
             if size
         }
 
-    def _resolve(self, members: dict[int, _MemberQueue]) -> None:
-        """Launch the collectives that all have queued alike, fail those that they have queued differently."""
+    def _resolve(self, members: dict[int, _MemberQueue]) -> list[Pending]:
+        """Return the collectives that all have queued alike; fail those that they have queued differently."""
         queues = {rank: member.queue for rank, member in members.items()}
         first = next(iter(queues.values()))
         common = [key for key in first if all(key in queue for queue in queues.values())]
-        if not common:
-            if all(member.waits for member in members.values()):
-                self._fail_all(members)
-            return
+        if not common and all(member.waits for member in members.values()):
+            self._fail_all(members)
+        agreed = []
         for key in common:
-            pending = self._queue.pop(key)
             entries = {rank: queue[key] for rank, queue in queues.items()}
             refused = {rank: entry[3] for rank, entry in entries.items() if entry[3]}
             if refused:
-                pending.fail(MismatchError(f"{key} cannot be done: {self._by_rank(refused)}"))
+                error = f"{key} cannot be done: {self._by_rank(refused)}"
             elif len({entry[2] for entry in entries.values()}) > 1:
                 shown = self._by_rank({rank: entry[2] for rank, entry in entries.items()})
-                pending.fail(
-                    MismatchError(f"ranks call {key} differently: {shown}; types, shapes and settings must be the same")
-                )
+                error = f"ranks call {key} differently: {shown}; types, shapes and settings must be the same"
             else:
-                pending.start()
+                agreed.append(self._queue[key])
+                continue
+            self._queue.pop(key).fail(MismatchError(error))
+        return agreed
 
     def _fail_all(self, members: dict[int, _MemberQueue]) -> None:
         error = MismatchError(

@@ -35,7 +35,7 @@ from spark_elastic.collective.calls import (
     start_allgather,
 )
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.negotiation import Launched
+from spark_elastic.collective.negotiation import Launched, Launching, until_done
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, scale_
@@ -104,8 +104,11 @@ def grouped_allgather_async(
     if group is None:
         return Handle(None, [], lambda: [tensor.clone() for tensor in plain])
 
-    def launch(group: GlooGroup) -> Launched:
-        return _all_of([start_allgather(group, tensor) for tensor in plain])
+    def launch(group: GlooGroup) -> Launching:
+        launched = []
+        for tensor in plain:
+            launched.append((yield from start_allgather(group, tensor)))
+        return _all_of(launched)
 
     description = "; ".join(describe_tensor(tensor, rows=False) for tensor in plain)
     return queue_call(group, "grouped_allgather", name, description, launch)
@@ -210,10 +213,10 @@ def alltoall_async(
     if group is None:
         return Handle(None, [], lambda: result(plain.clone(), sent))
 
-    def launch(group: GlooGroup) -> Launched:
+    def launch(group: GlooGroup) -> Launching:
         incoming = torch.empty(size, dtype=torch.int64)
         ones = [1] * size
-        group.wait(group.alltoall(incoming, torch.tensor(sent), ones, ones))
+        yield from until_done(group, group.alltoall(incoming, torch.tensor(sent), ones, ones))
         received = [int(count) for count in incoming]
         out = plain.new_empty((sum(received), *plain.shape[1:]))
         width = plain.shape[1:].numel() * plain.element_size()

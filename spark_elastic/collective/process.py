@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.gloo import give_up_device
 from spark_elastic.collective.group import Group
+from spark_elastic.collective.joining import FOREVER_S
 from spark_elastic.collective.standby import Standby
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import Member
@@ -327,7 +330,7 @@ class Process:
         try:
             if self._cut[0] >= round:  # checked here: later cuts find the group in `_groups`
                 raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
-            if ranks is not None:
+            if name != "global":
                 _wait_for_all(self.link, group)
             if standby is None:
                 group.connect()
@@ -365,7 +368,6 @@ def _in_words(sets: Iterable[list[int]]) -> str:
 
 
 _SET = "set "
-_FOREVER_S = 1e6
 
 
 def _name_of(ranks: Sequence[int], size: int) -> str:
@@ -376,12 +378,26 @@ def _name_of(ranks: Sequence[int], size: int) -> str:
 def _wait_for_all(link: WorkerLink, group: Group) -> None:
     """Wait until all members have reached their first use of a set; some may do other work for a long time first.
 
+    Meanwhile the queues of other groups are compared: a member may come here only once those are done.
+
     Raises:
         HorovodInternalError: the round is over.
     """
+    all_are_here: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+        except BaseException as error:
+            all_are_here.set_exception(error)
+        else:
+            all_are_here.set_result(None)
+
     link.blocked(True)
     try:
-        link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", _FOREVER_S)
+        threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
+        group.negotiation.serve_until(all_are_here.done)
+        all_are_here.result()
     finally:
         link.blocked(False)
 

@@ -325,6 +325,18 @@ class SharedMemoryReducer:
             self._read_next()
         return self._consumed >= end
 
+    def check_peers(self) -> None:
+        """Check that all members of this host are in the round.
+
+        Raises:
+            HorovodInternalError: one has left or died.
+        """
+        for peer in self._peers:
+            if peer.counters[LEFT]:
+                raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+            if peer.is_dead():
+                raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
+
     @property
     def others_wait(self) -> bool:
         """True while there are slices that others may need from this member."""

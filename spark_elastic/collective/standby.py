@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from spark_elastic.collective import devices
-from spark_elastic.collective.gloo import Introduction, next_connection
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from spark_elastic.collective import devices, gloo_addresses
+from spark_elastic.collective.gloo import Introduction, gloo_options
 from spark_elastic.collective.gloo_shutdown import open_sockets
 from spark_elastic.collective.shared_memory import Offer
 from spark_elastic.errors import HorovodInternalError
@@ -33,11 +36,14 @@ class Standby:
 
     def __init__(self, link: WorkerLink, address: str, note: str) -> None:
         self.before = frozenset(open_sockets().values())  # members may connect as soon as the driver has the endpoint
-        self._listener, first = next_connection(address)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
+        self._own = gloo_addresses.read(bytes(store.get("0/0")), address)
         self.offer = Offer(link)
         may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
+        first = self._own.numbers[-1] + 1
         kind = "gpu" if may else "cpu"
-        self.endpoint = Endpoint(address, self._listener.port, first, kind, self.offer.setting, note)
+        self.endpoint = Endpoint(address, self._own.port, first, kind, self.offer.setting, note)
 
     @property
     def preparation(self) -> Preparation:
@@ -56,7 +62,7 @@ class Standby:
             raise HorovodInternalError(
                 f"round {assignment.world.round} expects this worker at an endpoint that it has left"
             )
-        return Introduction(self._listener.host, endpoints, assignment.shared_memory, self.before)
+        return Introduction(self._own.host, endpoints, assignment.shared_memory, self.before)
 
     def close(self) -> None:
         """Free the segment, unless a group has taken it."""

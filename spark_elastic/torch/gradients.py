@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
 from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceOp, Sum
@@ -306,7 +307,7 @@ class BackwardReducer:
         assert self._group is not None
         divisor = self._group.size if self.op is Average else 1
         indices, values = (
-            Handle(self._group, *start_allgather(self._group, part))
+            Handle(self._group, *launch_now(start_allgather(self._group, part)))
             for part in (grad.indices().t().contiguous(), grad.values() / divisor)
         )
 

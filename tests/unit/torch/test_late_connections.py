@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import shared_memory
+from spark_elastic.collective import gloo, shared_memory
 from spark_elastic.collective.process import process
 from spark_elastic.elastic.loop import frontend
 from tests.unit.world_link import die, link, tell
@@ -170,6 +170,87 @@ def test_a_member_that_hangs_while_the_others_meet_it_does_not_delay_them(hosts)
         driver.evict(2)
         assert driver.results(3) == [3] * 3
         assert time.perf_counter() - start < 15  # less than the time limit for members to meet
+
+
+def launches_before_another_member_does_other_work():
+    """Launch what only Gloo has; rank 1 comes to it only after a collective of another group."""
+    hvd.init()
+    group = process.group()
+    gathered = torch.empty(hvd.size(), dtype=torch.uint8)
+    mine = torch.tensor([hvd.rank()], dtype=torch.uint8)
+    if hvd.rank() == 1:
+        hvd.allreduce(torch.ones(1), process_set=hvd.local_process_set)
+    work = group.allgather(gathered, mine)
+    done_early = work.is_completed()
+    if hvd.rank() != 1:
+        hvd.allreduce(torch.ones(1), process_set=hvd.local_process_set)
+    group.wait(work)
+    return gathered.tolist(), work.is_completed(), done_early and hvd.rank() != 1
+
+
+@PLACES
+def test_a_launch_does_not_wait_for_the_connection(count, hosts):
+    assert (
+        together(launches_before_another_member_does_other_work, count, hosts=hosts)
+        == [(list(range(count)), True, False)] * count
+    )
+
+
+def ends_while_it_connects(how: str):
+    hvd.init()
+    group = process.group()
+
+    def ends(late: bool):
+        assert late
+        tell("connects")
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "killed":
+            die()
+        raise RuntimeError("no sockets are left")
+
+    if hvd.rank() == 1:
+        group._exchanged = ends
+    start = time.perf_counter()
+    with pytest.raises(hvd.HorovodInternalError) as raised:
+        hvd.allgather(torch.ones(1))
+    seconds = time.perf_counter() - start
+    if how == "fails" and hvd.rank() == 1:
+        process.leave()
+    return seconds, str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "fails"])
+def test_a_member_lost_during_a_late_connection_ends_it(how):
+    with WorldDriver(start_with=4) as driver:
+        driver.start(ends_while_it_connects, how, count=4)
+        driver.wait(lambda: driver.told("connects"))
+        if how == "stopped":
+            driver.evict(2)
+        results = driver.results(4 if how == "fails" else 3)
+        for seconds, _ in results:
+            assert seconds < 15  # milliseconds on an idle machine; less than the time limit for a connection
+        if how == "fails":
+            assert "no sockets are left" in results[1][1]
+            assert all("has left the round" in results[rank][1] for rank in (0, 2, 3))
+
+
+def connects_in_many_worlds(worlds: int):
+    hvd.init()
+    found = []
+    for number in range(worlds):
+        frontend.rejoin(number)
+        assert not is_connected()
+        assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+        if number in (worlds // 2, worlds - 1):
+            time.sleep(1.0)  # ended groups are destroyed after a moment
+            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(gloo._devices)))
+    return found
+
+
+def test_late_connections_leave_neither_descriptors_nor_threads():
+    for half, whole in together(connects_in_many_worlds, 3, 20):
+        assert half == whole
 
 
 def lacks_the_memory_of_others():
