@@ -202,14 +202,14 @@ def looks_at_its_rendezvous():
     asked = []
     link().kv_get = lambda round, keys, timeout_s: asked.append(keys) or 1 / 0
     link().kv_set = lambda round, key, value: asked.append(key)
-    gather, link().gather = link().gather, lambda *args: asked.append(args) or 1 / 0
+    link().gather = lambda *args: asked.append(args) or 1 / 0
     hvd.init()
     # A member may be connected before another one is, whose connections break if the first leaves at once: that one
     # would join the next world in `init`, and leave it again in `rejoin`.
     hvd.allreduce(torch.ones(1))
     frontend.rejoin(1)
     total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
-    link().gather = gather  # members that share memory ask once if a collective needs Gloo
+    del link().kv_get, link().kv_set, link().gather  # members that share memory ask once if a collective needs Gloo
     assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
     return asked, total[-1].item(), process.group()._shared is not None, process.group().notes
 
