@@ -62,7 +62,7 @@ class Figures:
 
 @contextlib.contextmanager
 def running_job(on: str, framework: str, folder: str, size: int, hidden: int, hosts: int) -> Iterator[tuple[Any, Any]]:
-    """A job of `size` workers, and the Spark cluster under it (None: plain processes, on `hosts` loopback addresses)."""
+    """A job of `size` workers and its Spark cluster (None: they are plain processes, on `hosts` loopback addresses)."""
     common = {
         "num_proc": size,
         "min_num_proc": 1,

@@ -61,8 +61,8 @@ class Network:
         self._bits = 64 if ipv6 else 24
         self.gateway = f"{self._prefix}1"
         self.hosts: list[str] = []
-        # An address of its own: otherwise the bridge takes the lowest one of its ports, and when a host with a lower one
-        # is added, all others send to the old address for some seconds.
+        # An address of its own: otherwise the bridge takes the lowest one of its ports, and when a host is added with a
+        # lower one, all others send to the old address for some seconds.
         own = f"02:00:{':'.join(f'{byte:02x}' for byte in (os.getpid() & 0xFFFFFF).to_bytes(3, 'big'))}:01"
         _ip("link", "add", self._bridge, "address", own, "type", "bridge")
         self._add_address([], self.gateway, self._bridge)
