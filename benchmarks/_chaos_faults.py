@@ -95,9 +95,9 @@ class Site:
         self._timers = [thread for thread in self._timers if thread.is_alive()]
         self._helpers = [process for process in self._helpers if process.poll() is None]
 
-    def note_struck(self, *pids: int) -> None:
-        """Remember processes that will be lost."""
-        self.struck.update(dict.fromkeys(pids, time.monotonic()))
+    def note_struck(self, *pids: int, for_good: bool = False) -> None:
+        """Remember processes that will be lost; `for_good`: however long that may take."""
+        self.struck.update(dict.fromkeys(pids, float("inf") if for_good else time.monotonic()))
 
     def is_struck(self, pid: int) -> bool:
         """Whether a process was struck and may not have been missed yet."""
@@ -406,6 +406,8 @@ def _decommission(s: Strike) -> None:
     host = _host_of(s, s.victim["pid"])
     if host is None or host == _host_of(s, s.spared["pid"]):
         return
+    # its worker leaves as soon as another one holds the state, so none may rely on it
+    s.site.note_struck(s.victim["pid"], for_good=True)
     s.site.cluster.decommission(host)
     s.site.later(s.draw(0, 0.0, 5.0), s.site.cluster.add_worker)
 
