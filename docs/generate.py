@@ -193,6 +193,7 @@ CAPTIONS = {
     "recovery-worker-processes.json": "SIGKILL of a worker",
     "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
+    "regrouping.json": "the processor time of a change of the world, for each worker",
     "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
     "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
     "transform.json": "rows a second of a fitted model, 1 M rows",

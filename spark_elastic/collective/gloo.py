@@ -537,6 +537,25 @@ _devices: dict[tuple[str, bool], Any] = {}
 same time as others. Each has a listener, and a thread for all its connections."""
 
 
+_next: dict[str, tuple[gloo_addresses.GlooListener, int]] = {}
+"""What `next_connection` has found; valid until a group uses the device."""
+
+
+def next_connection(address: str) -> tuple[gloo_addresses.GlooListener, int]:
+    """Return where this process listens at that address, and the number of its next group's first connection.
+
+    Raises:
+        UnknownLayoutError: Gloo's addresses cannot be read.
+        RuntimeError: Gloo cannot listen there.
+    """
+    if address not in _next:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
+        listener = gloo_addresses.read(bytes(store.get(_key(0))), address)
+        _next[address] = listener, listener.numbers[-1] + 1
+    return _next[address]
+
+
 def gloo_options(address: str, late: bool = False) -> Any:
     """Return the options of a group that listens at that address, on this process's device there.
 
@@ -545,6 +564,8 @@ def gloo_options(address: str, late: bool = False) -> Any:
         late: use the device for late connections. At most one group of a process connects through it at a time, and no
             group connects through the other one from two threads, so that `GroupSockets` can tell their connections.
     """
+    if not late:
+        _next.pop(address, None)
     if (address, late) not in _devices:
         _devices[address, late] = ProcessGroupGloo.create_device(hostname=address)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -556,6 +577,8 @@ def gloo_options(address: str, late: bool = False) -> Any:
 
 def give_up_device(address: str, late: bool = False) -> None:
     """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
+    if not late:
+        _next.pop(address, None)
     device = _devices.pop((address, late), None)
     if device is not None:
         graveyard.bury(device)
@@ -571,6 +594,7 @@ def _close_all_in_child() -> None:
     for thing in (*graveyard.forget_in_child(), *_devices.values()):
         keep_for_ever(thing)
     _devices.clear()
+    _next.clear()
     for group in list(_groups):
         group._close_in_child()
 

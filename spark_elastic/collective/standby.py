@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo
-
-from spark_elastic.collective import devices, gloo_addresses
-from spark_elastic.collective.gloo import Introduction, gloo_options
+from spark_elastic.collective import devices
+from spark_elastic.collective.gloo import Introduction, next_connection
 from spark_elastic.collective.gloo_shutdown import open_sockets
 from spark_elastic.collective.shared_memory import Offer
 from spark_elastic.errors import HorovodInternalError
@@ -36,12 +33,9 @@ class Standby:
 
     def __init__(self, link: WorkerLink, address: str, note: str) -> None:
         self.before = frozenset(open_sockets().values())  # members may connect as soon as the driver has the endpoint
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
-        self._own = gloo_addresses.read(bytes(store.get("0/0")), address)
+        self._own, first = next_connection(address)
         self.offer = Offer(link)
         may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
-        first = self._own.numbers[-1] + 1
         kind = "gpu" if may else "cpu"
         self.endpoint = Endpoint(address, self._own.port, first, kind, self.offer.setting, note)
 

@@ -152,12 +152,16 @@ class ChannelLink:
     def report_version(self, version: StateVersion) -> None:
         before = self._version
         self._version = version
+        told_at_once = False
         if self._begun < self._newest_round():
             self._begun = self._newest_round()
-            self._beat_now.set()  # from here on, a loss is the loss of a world that trains
+            told_at_once = True  # from here on, a loss is the loss of a world that trains
         if self._starts_at is not None and version.is_steps_after(self._starts_at):
             self._starts_at = None
-            self._beat_now.set()  # the first step in this world: the driver measures the pause by it
+            told_at_once = True  # the first step in this world: the driver measures the pause by it
+        # Two members are enough, also if one dies at once. All of them would delay one another's first step.
+        if told_at_once and self._assignment is not None and self._assignment.world.member(self.worker).rank < 2:
+            self._beat_now.set()
         if before is None or (not before.trained and version.trained):
             self._beat_now.set()  # from here on there is a state to lose
 

@@ -173,7 +173,11 @@ class WorkerLink(Protocol):
         ...
 
     def report_version(self, version: StateVersion) -> None:
-        """Send the version of the state held here with the next heartbeat, the first one at once."""
+        """Send the version of the state held here with the next heartbeat.
+
+        It is sent at once if this worker held no state before, and on ranks 0 and 1 at the beginning of a world and
+        after its first step.
+        """
         ...
 
     def entered_loop(self) -> None:

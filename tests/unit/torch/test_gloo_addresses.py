@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import gloo_addresses, standby
+from spark_elastic.collective import gloo, gloo_addresses
 from spark_elastic.collective.gloo_addresses import UnknownLayoutError, describe, read, restore, write
 from spark_elastic.collective.process import process
 from tests.unit.world_link import link
@@ -71,7 +71,7 @@ def connects_with_another_gloo(worker: int):
         raise UnknownLayoutError("a newer one")
 
     if link().worker == worker:
-        standby.gloo_addresses.read = other
+        gloo_addresses.read = other
     hvd.init()
     return hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), process.assignment.endpoints
 
@@ -80,3 +80,19 @@ def test_members_exchange_their_addresses_if_one_of_them_cannot_read_gloos():
     with WorldDriver(start_with=2) as driver:
         driver.start(connects_with_another_gloo, 2, count=2)
         assert driver.results(2) == [(2.0, ())] * 2
+
+
+def test_a_listener_is_asked_again_only_after_a_group_has_used_it():
+    address = "127.0.0.1"
+    gloo.give_up_device(address)
+    listener, first = gloo.next_connection(address)
+    assert gloo.next_connection(address) == (listener, first)
+    store = dist.HashStore()
+    ProcessGroupGloo(store, 0, 1, gloo.gloo_options(address))
+    assert read(bytes(store.get("0/0")), address).numbers == (first,)
+    after, number = gloo.next_connection(address)
+    assert after.port == listener.port
+    assert number > first
+    gloo.give_up_device(address)
+    assert gloo.next_connection(address)[0].port != listener.port
+    gloo.give_up_device(address)

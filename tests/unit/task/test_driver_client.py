@@ -1,0 +1,46 @@
+"""The worker's side of the channel to the driver: when it reports the version of its state."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.membership.topology import Member, Place, StateVersion, World
+from spark_elastic.task.driver_client import ChannelLink
+from spark_elastic.wire.messages import WorldAssigned
+
+HELD = StateVersion(steps=7)
+
+
+class Channel:
+    """Takes every message."""
+
+    def send(self, message):
+        pass
+
+
+def in_a_world_of_four(rank: int, version: StateVersion | None) -> ChannelLink:
+    """The link of the worker of that rank, which has joined a world with that version of its state."""
+    members = tuple(Member(10 + r, Place("127.0.0.1", str(r), r), r, r, 4, 0, 1) for r in range(4))
+    link = ChannelLink(10 + rank, Channel(), b"key")
+    link._on_message(WorldAssigned(World(1, members, 0, HELD, False), ("127.0.0.1",) * 4, ()))
+    link.join(0, version)
+    return link
+
+
+def reports_at_once(link: ChannelLink, version: StateVersion) -> bool:
+    link._beat_now.clear()
+    link.report_version(version)
+    return link._beat_now.is_set()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_two_members_report_at_once_that_a_world_has_begun_and_its_first_step(rank):
+    link = in_a_world_of_four(rank, HELD)
+    begun, first, second = HELD.marked(), HELD.stepped(), HELD.stepped(2)
+    assert [reports_at_once(link, version) for version in (begun, first, second)] == [rank < 2, rank < 2, False]
+    assert (link._version, link._begun) == (second, 1)  # the next heartbeat of each member has it
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_member_that_held_no_state_reports_its_first_version_at_once(rank):
+    assert reports_at_once(in_a_world_of_four(rank, None), HELD.marked())
