@@ -4,9 +4,10 @@
     python benchmarks/regrouping.py --sizes 16 --repeat 40
 
 Rank 0 fails a step on purpose again and again, so that the world is cut, left and formed anew with the same processes.
-A worker counts from the end of its last step in the old world to the end of its first step in the new one: that step,
-and all that comes before it. Unlike the time that passes, processor time and context switches hardly depend on what
-else the machine does. With many workers on c cores, a change cannot take less than workers x processor time / c.
+A worker counts from the end of its last step in the old world to the end of its first step in the new one: with the
+step that fails, except on rank 0, and that first one. Unlike the time that passes, processor time and context switches
+hardly depend on what else the machine does. With many workers on c cores, a change cannot take less than workers x
+processor time / c.
 """
 
 from __future__ import annotations
