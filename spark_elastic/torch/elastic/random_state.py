@@ -6,46 +6,54 @@ draw the same numbers as in an undisturbed training, so the states travel with t
 
 from __future__ import annotations
 
-import random
-from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+
+from spark_elastic.elastic.random_state import RawState, decode_states, encode_states, read_states, set_states
 
 RandomState = dict[str, Any]
 """Bytes and numbers alone, which checkpoints of any kind can hold."""
 
-_saved: RandomState | None = None
-"""The states after the last batch or at the last resume point, whichever came later."""
+_put_back: Callable[[], None] | None = None
+"""A function that sets the states after the last batch or at the last resume point, whichever came later.
+
+After a batch the generators have just been seeded, so seeding them again is enough. Reading their states takes longer,
+and is done at resume points alone.
+"""
 
 
-def save_random_state() -> RandomState:
-    """Return the present states, to which `put_back_random_state` returns."""
-    global _saved
-    _, keys, position, has_gauss, gauss = np.random.get_state()
-    version, words, next_gauss = random.getstate()
-    _saved = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": (np.asarray(keys, dtype=np.uint32).tobytes(), int(position), int(has_gauss), float(gauss)),
-        "python": (version, array("I", words).tobytes(), next_gauss),
-    }
-    return dict(_saved)
+def save_random_state(seed_again: Callable[[], None]) -> None:
+    """Save the present states, to which `put_back_random_state` returns: those that a function has just set."""
+    global _put_back
+    _put_back = seed_again
+
+
+def encoded_random_state() -> RandomState:
+    """Save the present states, and return them for `set_random_state`."""
+    global _put_back
+    of_torch, others = torch.get_rng_state(), read_states()
+    _put_back = partial(_set, of_torch, others)
+    return {"torch": of_torch.numpy().tobytes(), **encode_states(others)}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the states to those that `save_random_state` returned, in whatever process."""
-    global _saved
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state(("MT19937", np.frombuffer(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, words, next_gauss = state["python"]
-    random.setstate((version, tuple(array("I", words)), next_gauss))
-    _saved = dict(state)
+    """Set the states to those that `encoded_random_state` returned, in whatever process."""
+    global _put_back
+    _put_back = partial(
+        _set, torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8), decode_states(dict(state))
+    )
+    _put_back()
 
 
 def put_back_random_state() -> None:
     """Return to the states that were saved last; do nothing if there are none."""
-    if _saved is not None:
-        set_random_state(_saved)
+    if _put_back is not None:
+        _put_back()
+
+
+def _set(of_torch: torch.Tensor, others: RawState) -> None:
+    torch.set_rng_state(of_torch)
+    set_states(others)

@@ -4,63 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import random
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.shard_sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.elastic.virtual_shards import (
+    Environment,
+    EnvironmentCheck,
+    VirtualShard,
+    check_same_training,
+    processor,
+)
 from spark_elastic.errors import UsageError
-from spark_elastic.torch.elastic.random_state import put_back_random_state, save_random_state, set_random_state
+from spark_elastic.torch.elastic.random_state import (
+    encoded_random_state,
+    put_back_random_state,
+    save_random_state,
+    set_random_state,
+)
 from spark_elastic.torch.elastic.shard_buffers import ShardBuffers
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 log = logging.getLogger("spark_elastic.torch")
 
-Environment = dict[str, str]
 _all: weakref.WeakSet[VirtualWorkers] = weakref.WeakSet()
 """The virtual workers of this process: a loop may have several, such as one for each of two models."""
-
-
-class VirtualShard:
-    """The part of a batch that one virtual worker computes.
-
-    Attributes:
-        index: The number of the virtual worker.
-        start: The position of its first row in the batch.
-        stop: The position behind its last row.
-    """
-
-    def __init__(self, index: int, start: int, stop: int, names: Mapping[str, int], numbers: torch.Tensor) -> None:
-        self.index, self.start, self.stop = index, start, stop
-        self.numbers = numbers
-        self._names = names
-
-    @property
-    def rows(self) -> slice:
-        """The slice of the batch that has this shard's rows."""
-        return slice(self.start, self.stop)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def add(self, name: str, value: float | torch.Tensor) -> None:
-        """Add a number to the sum of that name over all shards, see `VirtualWorkers.sums`."""
-        if name not in self._names:
-            raise UsageError(
-                f"{name!r} is not one of the sums of these virtual workers ({', '.join(self._names) or 'none'}); name "
-                "it in virtual_workers(..., sums=[...]), which is the same on all workers"
-            )
-        self.numbers[self._names[name]] += float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 class VirtualWorkers:
@@ -88,8 +65,11 @@ class VirtualWorkers:
         """The sums of the numbers that the shards of the last batch have added, by name, the same on all workers."""
         self._names = {name: place for place, name in enumerate(sums)}
         self._model, self._optimizer = model, optimizer
+        self._check = EnvironmentCheck(environment(threads), log)
+        self.environment = self._check.environment
+        """What the bits of the result depend on besides the program and its data."""
         self._reduction = ShardReduction(
-            count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._compare_environments
+            count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._check.compare_members
         )
         self._buffers = ShardBuffers(model, self._reduction.gather)
         self._reduced = False
@@ -98,11 +78,8 @@ class VirtualWorkers:
         _all.add(self)
         align(model)
         self._use_threads()
-        self.environment = environment(threads)
-        """What the bits of the result depend on besides the program and its data."""
-        self._warned: set[str] = set()
         self.seed_shard((), count)  # for what is drawn before the first batch
-        save_random_state()
+        self._save_random_state(())
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -187,15 +164,23 @@ class VirtualWorkers:
         self._drop_gradients(keep=params)
         self._reduced = trains
         self.seed_shard(key, self.count)
-        save_random_state()
+        self._save_random_state(key)
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
         """Seed the generators of torch, numpy and `random` for one shard of the step with this key."""
-        seed = derived_key(self.seed, *key, index)
+        self.seed_generators(derived_key(self.seed, *key, index))
+
+    @staticmethod
+    def seed_generators(seed: int) -> None:
+        """Seed the generators of torch, numpy and `random`."""
         torch.default_generator.manual_seed(seed >> 1)
         np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
         random.seed(seed)
+
+    def _save_random_state(self, key: tuple[int, ...]) -> None:
+        """Save the states after the last shard of a step, which has just been made the present ones."""
+        save_random_state(partial(self.seed_generators, derived_key(self.seed, *key, self.count)))
 
     @contextmanager
     def buffers_kept(self) -> Iterator[Callable[[], None]]:
@@ -257,26 +242,13 @@ class VirtualWorkers:
 
     # --- what the bits depend on ------------------------------------------------------------------------
 
-    def _compare_environments(self) -> None:
-        everyone = allgather_object(self.environment)
-        for rank, other in enumerate(everyone):
-            different = differences(everyone[0], other, was="there it is")
-            if different and different not in self._warned:
-                self._warned.add(different)
-                log.warning(
-                    "the result may depend on which worker computes which shard: rank %d differs from rank 0: %s. Use "
-                    "machines and versions that are alike",
-                    rank,
-                    different,
-                )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of virtual workers, the seed, random states, and what the bits of the result depend on."""
         return {
             "count": self.count,
             "seed": self.seed,
             "environment": dict(self.environment),
-            "random": save_random_state(),
+            "random": encoded_random_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,24 +257,14 @@ class VirtualWorkers:
         Raises:
             UsageError: The number of virtual workers or the seed differs: the result would be another.
         """
-        for name, now in (("count", self.count), ("seed", self.seed)):
-            if state[name] != now:
-                raise UsageError(
-                    f"the training was begun with {name}={state[name]} of its virtual workers, and {name} is {now} "
-                    "now, which gives another result; use the same"
-                )
+        check_same_training(state, self.count, self.seed)
         self.compare_environment(state["environment"])
         if "random" in state:
             set_random_state(state["random"])
 
     def compare_environment(self, then: Mapping[str, str]) -> None:
         """Warn of what differs between the environment in which the training was begun and the present one."""
-        different = differences(then, self.environment)
-        if different and different not in self._warned:
-            self._warned.add(different)
-            log.warning(
-                "from here on, the result may differ in some bits from that of an uninterrupted training: %s", different
-            )
+        self._check.compare(then)
 
 
 def virtual_workers(
@@ -448,7 +410,7 @@ def environment(threads: int) -> Environment:
         "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts
         "numpy": np.__version__,
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": str(threads),
         "MKL": str(torch.backends.mkl.is_available()),
         "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
@@ -456,17 +418,3 @@ def environment(threads: int) -> Environment:
         "subnormal numbers": "kept" if float(torch.tensor(1e-310, dtype=torch.float64) + 0.0) else "flushed to zero",
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def differences(then: Mapping[str, str], now: Mapping[str, str], was: str = "was") -> str:
-    """Return in words what differs between two environments, with `was` before the first one's; "" if nothing does."""
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} is {now.get(name, 'not set')}, and {was} {then.get(name, 'not set')}" for name in names)

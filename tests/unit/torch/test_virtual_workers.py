@@ -57,13 +57,15 @@ def test_the_number_of_workers_changes_no_bit(virtual, optimizer):
             assert all(result == expected for result in driver.results(size)), f"{size} workers"
 
 
-def storm(seed: int, virtual: int, optimizer: str, expected: Any) -> None:
+def storm(seed: int, virtual: int, optimizer: str, expected: Any) -> int:
+    """Train through one schedule; return the number of worlds."""
     with WorldDriver(start_with=3) as driver:
         start = (train_slowly, virtual, optimizer)
         driver.start(*start, count=3)
         kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
         for result in driver.results(1):
             assert result == expected, f"schedule {seed}"
+        return len(driver.worlds)
 
 
 @pytest.mark.parametrize("seed", range(4))
