@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from spark_elastic.elastic import loop
 from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.state import ObjectState, State
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.fit import (
     CommitStateCallback,
@@ -19,6 +19,9 @@ from spark_elastic.keras.elastic.fit import (
     UpdateEpochStateCallback,
 )
 from spark_elastic.keras.elastic.state import KerasState
+
+if TYPE_CHECKING:
+    from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +46,54 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return loop.run(wrapper)  # type: ignore[arg-type]
 
 
+def virtual_workers(
+    count: int,
+    model: Any,
+    optimizer: Any,
+    *,
+    seed: int = 0,
+    threads: int = 1,
+    sums: Iterable[str] = (),
+    metrics: Iterable[Any] = (),
+) -> KerasVirtualWorkers:
+    """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
+
+    ::
+
+        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
+
+        for shard in workers.shards(len(batch), step=state.step):
+            rows = batch[shard.rows]
+            with tf.GradientTape() as tape:
+                losses = loss_function(labels[rows], model(features[rows], training=True))
+                loss = tf.reduce_sum(losses) / len(batch)
+            shard.add_gradients(tape.gradient(loss, model.trainable_variables))
+            shard.add("loss", loss)
+        optimizer.apply(workers.gradients, model.trainable_variables)
+
+    Args:
+        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
+            have nothing to compute.
+        model: The built model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
+        optimizer: A plain Keras optimizer, not a `DistributedOptimizer`.
+        seed: The seed of the shards' random numbers. All generators are seeded at once.
+        threads: The number of TensorFlow's threads in this process. Bits may depend on it.
+        sums: The names of numbers that shards `add`.
+        metrics: Metrics of Keras that shards update. Afterwards they have the rows of all shards, on all workers.
+
+    Raises:
+        UsageError: The model or the optimizer cannot be used so, or TensorFlow runs already with other threads.
+    """
+    if BACKEND != "tensorflow":
+        raise UsageError(
+            f"virtual workers need Keras on TensorFlow, and Keras runs on {BACKEND} here; set KERAS_BACKEND=tensorflow "
+            "before keras is imported, or write the model in PyTorch and use spark_elastic.torch"
+        )
+    from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
+
+    return KerasVirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, metrics=metrics)
+
+
 __all__ = [
     "CommitStateCallback",
     "ElasticCallback",
@@ -56,4 +107,5 @@ __all__ = [
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
+    "virtual_workers",
 ]
