@@ -51,7 +51,7 @@ def dry_run(
     given = training.callbacks.load() if training.callbacks is not None else []
     callbacks = adapt_callbacks(given, training, ready.model)
     check_one_best(callbacks)
-    if training.sync_batch_norm:
+    if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)

@@ -25,6 +25,7 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
+from spark_elastic.ml.keras.exact import KerasExactSteps
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
@@ -77,7 +78,7 @@ class PreparedModel(NamedTuple):
 def prepare(training: KerasTraining) -> PreparedModel:
     """Compile the model and trace its step; raise as `training.train` does."""
     model, compiled = training.model.load(), training.compiled.load()
-    if training.sync_batch_norm:
+    if training.sync_batch_norm and training.virtual_workers is None:
         convert(model)
     shares = Shares()
     weighted = any(field.name == WEIGHT for field in training.dataset.layout.fields)
@@ -128,6 +129,15 @@ class KerasEngine(Engine):
         self._synchronised = is_synchronised(ready.model)
         self._stepping = False
         """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
+        self._exact: KerasExactSteps | None = None
+        if training.virtual_workers is not None:
+            self._exact = KerasExactSteps(
+                training, ready.model, ready.feeder, ready.metrics, ready.graphs, self._by_weight
+            )
+        self._validated = Progress()
+        """The progress of the training at the last `begin_validation`."""
+        self._own_loss: float | None = None
+        """With virtual workers: the loss of this worker's rows in the last step, if it was NaN or infinite."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
 
@@ -138,10 +148,14 @@ class KerasEngine(Engine):
     def use_threads(self, count: int) -> None:
         """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
-    def feed(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
-        return self._feeder.batches(batches)
+    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
+        return self._feeder.batches(batches) if self._exact is None else batches
 
-    def step(self, batch: KerasBatch, at: Progress, stop: bool) -> Measured:
+    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+        if self._exact is not None:
+            numbers, self._own_loss = self._exact.step(batch, at, stop)
+            self.stepped()
+            return Measured(numbers[:-1], (), bool(numbers[-1]))
         with lost_peers_translated():
             shares = self._shares(batch)
             # two positive numbers below 2**31, which every type of seed can hold
@@ -178,6 +192,21 @@ class KerasEngine(Engine):
         total = allreduce_(torch.tensor([sum(own)], dtype=torch.float64), op=Sum).item()
         return [(share, weight / total if total else 0.0) for share, weight in zip(shares, own, strict=True)]
 
+    def begin_validation(self, at: Progress) -> None:
+        self._validated = at
+
+    def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+        if self._exact is None:
+            return super().measure_together(batches, before)
+        return self._exact.measure(batches, before, self._validated.epoch, self.callbacks.test_batch), ()
+
+    def environment(self) -> Mapping[str, str]:
+        return {} if self._exact is None else self._exact.workers.environment
+
+    def compare_environment(self, then: Mapping[str, str]) -> None:
+        if self._exact is not None:
+            self._exact.workers.compare_environment(then)
+
     def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
         rows = 0
@@ -192,7 +221,7 @@ class KerasEngine(Engine):
 
     def share_buffers(self) -> None:
         buffers = self._graphs.buffers
-        if self._size < 2 or not buffers:
+        if self._size < 2 or not buffers or self._exact is not None:
             return
         if self._rank == 0:
             broadcast_tensors([values.to_wire(each) for each in buffers], 0)
@@ -204,6 +233,8 @@ class KerasEngine(Engine):
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:
+        if self._exact is not None:
+            return self._own_loss is not None
         sums = self._graphs.read().numpy()  # of this worker's last step
         return self.metrics.non_finite_loss(sums) is not None
 

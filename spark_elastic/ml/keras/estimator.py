@@ -223,10 +223,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         from spark_elastic.ml.keras.callbacks import check_callbacks
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
-        if self._given("consistency") == "exact":
-            raise InvalidSettingsError(
-                "consistency='exact' is not available for Keras models; ElasticTorchEstimator has it. Leave it out"
-            )
         model = self._given("model")
         if not isinstance(model, keras.Model):
             raise InvalidSettingsError(_no_model(model))

@@ -14,6 +14,7 @@ import tensorflow as tf
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, Shares
 from spark_elastic.ml.training.spec import Training
@@ -144,6 +145,14 @@ class StepGraphs:
         self._idle = graph(self._idle_step, OF_STEP)
         self._uncounted = graph(self._uncounted_pass, specs, OF_PART)
         self.reset, self.read = graph(metrics.reset), graph(metrics.read)
+        if training.virtual_workers is not None:
+            self.shard_part = graph(self._shard_part, specs, OF_PART).get_concrete_function()
+            self.update = graph(self._update)
+            refuse_drawn_in_graph(self.shard_part, "train_step")
+            if training.validates:
+                self.evaluate_part = graph(self._evaluated_part, specs, OF_PART).get_concrete_function()
+                refuse_drawn_in_graph(self.evaluate_part, "test_step")
+            return
         # Traced here, because a worker without rows of the first batches needs the shapes of the gradients. A concrete
         # function skips the checks of its arguments at each call.
         self._traced_whole = graph(self._whole_step, specs, OF_PART, OF_STEP)
@@ -191,6 +200,27 @@ class StepGraphs:
         if value is not None:
             grads = [_bounded(grad, value * tf.cast(scale, grad.dtype)) for grad in grads]
         return grads
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that `train_step` gives the optimizer."""
+        return self._variables
+
+    def _shard_part(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
+        """Return the dense gradients of some rows of a shard, and the sums of their losses and metrics."""
+        self._metrics.reset()
+        grads, returned = self._gradients(tensors, of_part)
+        numbers = tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
+        return [tf.convert_to_tensor(grad) for grad in grads], numbers
+
+    def _update(self, grads: list[Any]) -> None:
+        """Do the optimizer's step with the gradients of a whole batch."""
+        self._optimizer.apply(self._clipped(grads), self._variables)
+
+    def _evaluated_part(self, tensors: Any, of_part: Any) -> Any:
+        self._metrics.reset()
+        returned = self._evaluated(tensors, of_part)
+        return tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
 
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
         self._begun(of_step)
@@ -270,20 +300,29 @@ class StepGraphs:
         return self._evaluate(*_arguments(part, share, share))
 
 
-def buffers_of(model: Any) -> list[Any]:
-    """Return the variables that a forward pass changes, such as running means; frozen weights are not among them."""
-    trained = {id(each) for layer in model._flatten_layers() for each in layer._trainable_variables}
-    return [each for each in model.non_trainable_weights if id(each) not in trained]
-
-
-def seeds_of(model: Any) -> list[Any]:
-    """Return the states of the model's random generators."""
-    known = {id(each) for each in model.weights}
-    return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
-
-
 def _arguments(part: BatchPart, share: float, weight_share: float) -> tuple[Any, ...]:
-    return part.tensors, tf.constant([part.rows, share, weight_share], tf.float64)
+    return part_arguments(part.tensors, part.rows, share, weight_share)
+
+
+def part_arguments(tensors: tuple[Any, ...], rows: int, share: float, weight_share: float) -> tuple[Any, ...]:
+    """Return the arguments of a graph for some rows, with their shares of the batch by number and by sample weight."""
+    return tensors, tf.constant([rows, share, weight_share], tf.float64)
+
+
+def refuse_drawn_in_graph(function: Any, where: str) -> None:
+    """Raise InvalidSettingsError if random numbers of a graph depend on the calls that were made of it before.
+
+    The operations of tf.random without a generator have a counter in each process, which nothing can set.
+    """
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+    drawing = sorted({f"{node.op} ({node.name})" for node in nodes if "seed2" in node.attr})
+    if drawing:
+        raise InvalidSettingsError(
+            f"the {where} of the model draws random numbers by an operation of tf.random that counts its calls: "
+            f"{', '.join(drawing)}. consistency='exact' needs numbers that follow from the step: use keras.random "
+            "with a keras.random.SeedGenerator of the layer, or tf.random.get_global_generator()"
+        )
 
 
 # --- dense and sparse gradients -----------------------------------------------------------------------

@@ -105,7 +105,6 @@ def test_forms_of_compile_arguments_are_accepted(changes: dict[str, Any]) -> Non
         ({"device": "abacus"}, "'abacus' is not a device"),
         ({"custom_objects": [Own]}, "custom_objects must be a dict with names as keys"),
         ({"batchsize": 3}, "did you mean 'batch_size'"),
-        ({"consistency": "exact"}, "consistency='exact' is not available for Keras models"),
         (
             {"model": keras.Sequential([keras.Input(batch_shape=(32, 6)), keras.layers.Dense(3)])},
             "takes batches of 32 rows only",

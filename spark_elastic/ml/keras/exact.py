@@ -1,0 +1,163 @@
+"""The steps and measurements of a training of Keras by virtual workers: the same bits for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from spark_elastic.collective.shard_sums import tree_sum
+from spark_elastic.data.reader import Batch
+from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
+from spark_elastic.ml.keras.feeding import BatchFeeder
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
+from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
+from spark_elastic.ml.training.spec import Progress, Sums, Training, add_sums
+
+_TRAIN, _ROWS, _VALIDATE = range(3)
+"""The last number of the key of a shard's random numbers: of its passes, of `transformation_fn`, of a validation."""
+
+Arrays = tuple[Any, ...]
+
+
+class KerasExactSteps:
+    """Computes each batch shard by shard, see `KerasVirtualWorkers`, and does the optimizer's step.
+
+    Args:
+        training: The settings.
+        model: The compiled model.
+        feeder: The converter of a shard's rows to arrays.
+        metrics: The losses and metrics.
+        graphs: The graphs of a shard's pass and of the update.
+        by_weight: Losses are divided by the sum of the sample weights of the whole batch.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        model: Any,
+        feeder: BatchFeeder,
+        metrics: KerasMetricAccumulator,
+        graphs: StepGraphs,
+        by_weight: bool,
+    ) -> None:
+        assert training.virtual_workers is not None
+        self.workers = KerasVirtualWorkers(
+            training.virtual_workers,
+            model,
+            model.optimizer,
+            seed=training.seed,
+            threads=training.num_threads or 1,
+            variables=graphs.variables,
+        )
+        self._feeder, self._metrics, self._graphs = feeder, metrics, graphs
+        self._by_weight = by_weight
+
+    def step(self, batch: Batch, at: Progress, stop: bool) -> tuple[Sums, float | None]:
+        """Do a step.
+
+        Returns:
+            The sums of losses and metrics of the whole batch followed by the number of workers that ask to stop; and a
+            loss of this worker's own rows that is not finite, if there is one.
+        """
+        workers = self.workers
+        shards = self._parts(batch, (at.epoch, batch.start, _ROWS))
+        whole_weight = self._whole_weight(shards)
+        numbers = torch.zeros((workers.count, self._width("")), dtype=torch.float64)
+        computing = workers.compute(bounds_of(batch), (at.epoch, batch.start, _TRAIN), numbers, float(stop))
+        while True:
+            try:
+                shard = next(computing)
+            except StopIteration as end:
+                votes = float(end.value)
+                break
+            for part in shards[shard.index]:
+                gradients, sums = self._graphs.shard_part(*self._arguments(part, batch.global_rows, whole_weight))
+                shard.add_gradients(gradients)
+                shard.numbers += torch.from_numpy(sums.numpy())
+        own = workers.own_shards()
+        own_loss = self._metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
+        self._graphs.update(workers.gradients)
+        return np.append(tree_sum(numbers).numpy(), votes), own_loss
+
+    def measure(
+        self,
+        batches: Iterable[Batch],
+        before: Sums,
+        epoch: int,
+        around: Callable[[int], AbstractContextManager[None]],
+    ) -> Sums:
+        """Measure batches of a validation, each within `around(its number)`; see `Engine.measure_together`."""
+        workers = self.workers
+        tables: list[torch.Tensor] = []
+        with workers.variables_kept() as put_back:
+            for batch in batches:
+                table = torch.zeros((workers.count, self._width("val_")), dtype=torch.float64)
+                with around(batch.start // batch.global_rows):
+                    for index, parts in self._parts(batch, (epoch, batch.start, _VALIDATE)).items():
+                        put_back()
+                        workers.seed_shard((epoch, batch.start, _VALIDATE), index)
+                        for part in parts:
+                            rows = len(part[0]) / batch.global_rows
+                            sums = self._graphs.evaluate_part(*part_arguments(_tensors(part), len(part[0]), rows, rows))
+                            table[index] += torch.from_numpy(sums.numpy())
+                tables.append(table)
+        sums = before
+        if tables:
+            for table in workers.gather(torch.stack(tables)):
+                sums = add_sums(sums, tree_sum(table).numpy())
+        return sums
+
+    def _width(self, prefix: str) -> int:
+        return self._metrics.width(prefix)
+
+    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[Arrays]]:
+        """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
+        found = {}
+        for index, (first, last) in zip(self.workers.own_shards(), bounds_of(batch), strict=True):
+            if first == last:
+                continue
+            rows = {name: values[first:last] for name, values in batch.tensors.items()}
+            self.workers.seed_shard(key, index)
+            found[index] = self._feeder.arrays(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
+        return found
+
+    def _whole_weight(self, shards: dict[int, list[Arrays]]) -> float | None:
+        """Return the sum of the sample weights of the whole batch; None if no loss is divided by it."""
+        if not self._by_weight:
+            return None
+        table = torch.zeros((self.workers.count, 1), dtype=torch.float64)
+        for index, parts in shards.items():
+            table[index, 0] = sum(map(_weight, parts))
+        return float(tree_sum(self.workers.gather(table)))
+
+    def _arguments(self, part: Arrays, global_rows: int, whole_weight: float | None) -> tuple[Any, ...]:
+        weight = 1.0
+        if whole_weight is not None:
+            weight = _weight(part) / whole_weight if whole_weight else 0.0
+        return part_arguments(_tensors(part), len(part[0]), len(part[0]) / global_rows, weight)
+
+
+def bounds_of(batch: Batch) -> list[tuple[int, int]]:
+    """Return where the rows of each of this worker's shards begin and end among its rows."""
+    return list(_bounds(batch.parts))
+
+
+def _bounds(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    at = 0
+    for rows in counts:
+        yield at, at + rows
+        at += rows
+
+
+def _tensors(part: Arrays) -> Arrays:
+    return tuple(map(tf.constant, part))  # copied to memory as TensorFlow allocates it
+
+
+def _weight(part: Arrays) -> float:
+    """Return the sum of the sample weights of some rows."""
+    return float(np.sum(part[-1], dtype=np.float64))
