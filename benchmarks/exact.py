@@ -1,13 +1,20 @@
-"""Step time with virtual workers against DistributedOptimizer: the price of the same bits for any number of workers.
+"""Step time with virtual workers against a plain reduction: the price of the same bits for any number of workers.
 
 Two processes on loopback train the same model on a global batch of 128 rows, in short blocks that take turns.
-"trajectory" is a `DistributedOptimizer`; "exact" are virtual workers, with 2, 4 and 8 shards of a batch.
+"trajectory" is a `DistributedOptimizer` (Keras: a `DistributedGradientTape` in a `tf.function`); "exact" are virtual
+workers, with 2, 4 and 8 shards of a batch.
 
-    python benchmarks/exact.py [--rounds 30] [--steps 10]
+    python benchmarks/exact.py [--framework keras] [--rounds 30] [--steps 10]
 
-Prints a table and writes benchmarks/results/exact.json. The schedules of kills and arrivals are tests:
+Prints a table and writes benchmarks/results/exact.json, or exact-keras.json. Two other things to do with a framework:
 
-    pytest -m soak -s tests/unit/torch/test_virtual_workers.py tests/unit/ml/torch/test_exact.py
+    python benchmarks/exact.py --framework keras --schedules 100     # of kills and arrivals; compares every bit
+    python benchmarks/exact.py --framework keras --picture docs/images/exact.png     # of a quiet and a stormy run
+
+The first writes benchmarks/results/exact-schedules-keras.json, and stops at the first difference. The same for
+trainings of the estimators:
+
+    pytest -m soak -s tests/unit/ml/torch/test_exact.py tests/unit/ml/keras/test_exact.py
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import spark_elastic.torch as hvd
 from spark_elastic.wire import worker_link
 
-RESULTS = Path(__file__).parent / "results" / "exact.json"
+RESULTS = Path(__file__).parent / "results"
 MEASURED = ("784-512-512-10", "784-3072-2048-512-10")
 ROWS = 128
 SHARDS = (2, 4, 8)
@@ -85,15 +92,28 @@ def exact(name: str, shards: int) -> Callable[[int], None]:
     return run
 
 
+def runs_of(name: str, framework: str) -> dict[str, Callable[[int], None]]:
+    if framework == "torch":
+        return {"trajectory": trajectory(name), **{f"exact, {each} shards": exact(name, each) for each in SHARDS}}
+    import _exact_keras as of_keras
+
+    sizes = MODELS[name]
+    runs = {f"exact, {each} shards": of_keras.exact(sizes, ROWS, each) for each in SHARDS}
+    return {"trajectory": of_keras.trajectory(sizes, ROWS, SIZE), **runs}
+
+
 def worker(rank: int, port: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    if args.framework == "keras":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     store = dist.TCPStore(ADDRESS, port, SIZE, is_master=rank == 0, timeout=timedelta(seconds=60))
     worker_link.install(FixedLink(dist.PrefixStore("ours", store), rank, [ADDRESS] * SIZE))
     hvd.init()
     models = {}
     for name in args.models:
-        runs = {"trajectory": trajectory(name), **{f"exact, {shards} shards": exact(name, shards) for shards in SHARDS}}
-        models[name] = measure(runs, args.rounds, args.steps)
+        models[name] = measure(runs_of(name, args.framework), args.rounds, args.steps)
     hvd.barrier()
     if rank == 0:
         report({name: summary(times) for name, times in models.items()}, args)
@@ -116,7 +136,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
 def report(models: dict[str, Any], args: argparse.Namespace) -> None:
     out = {
         "what": f"ms a step, {SIZE} processes on loopback, 1 thread each, global batch {ROWS}, SGD with momentum",
-        "torch": torch.__version__,
+        args.framework: version(args.framework),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "load": os.getloadavg(),
@@ -124,8 +144,7 @@ def report(models: dict[str, Any], args: argparse.Namespace) -> None:
         "steps_a_block": args.steps,
         "models": models,
     }
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    args.results.write_text(json.dumps(out, indent=2) + "\n")
+    write(out, args.results or RESULTS / ("exact.json" if args.framework == "torch" else "exact-keras.json"))
     for model, rows in models.items():
         print(f"\n{model}")
         print(f"  {'':24}{'median ms':>10}{'quartiles':>20}{'to trajectory':>15}")
@@ -135,22 +154,55 @@ def report(models: dict[str, Any], args: argparse.Namespace) -> None:
             print(f"  {name:24}{row['median_ms']:10.3f}{f'{low:.3f} - {high:.3f}':>20}{ratio:15.3f}")
 
 
+def write(out: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(out, indent=2) + "\n")
+
+
+def version(framework: str) -> str:
+    if framework == "torch":
+        return str(torch.__version__)
+    import keras
+    import tensorflow as tf
+
+    return f"{keras.__version__} on TensorFlow {tf.__version__}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=["torch", "keras"], default="torch")
+    parser.add_argument("--schedules", type=int, metavar="N", help="train through N schedules of kills and arrivals")
+    parser.add_argument("--first", type=int, default=100, help="the first schedule")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw a quiet and a stormy run")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MEASURED))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, help="the JSON to write")
     parser.add_argument("--worker", type=int, nargs=2, metavar=("RANK", "PORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker, args)
         return
+    if args.picture:
+        import _exact_storms as pictured
+
+        found = pictured.quiet_and_stormy(args.framework)
+        pictured.draw(found, args.picture)
+        print(f"{args.picture}: {found['hash_of_quiet']} (quiet), {found['hash_of_stormy']} (stormy)")
+        return
+    if args.schedules:
+        import _exact_storms as many
+
+        out = {"what": f"schedules of kills and arrivals over a loop with virtual workers, {args.framework}"}
+        out |= {args.framework: version(args.framework), **many.storms(args.framework, args.first, args.schedules)}
+        write(out, args.results or RESULTS / f"exact-schedules-{args.framework}.json")
+        return
     with __import__("socket").socket() as probe:
         probe.bind((ADDRESS, 0))
         port = probe.getsockname()[1]
     command = [sys.executable, sys.argv[0], "--rounds", str(args.rounds), "--steps", str(args.steps)]
-    command += ["--results", str(args.results), "--models", *args.models]
+    command += ["--framework", args.framework, "--models", *args.models]
+    command += ["--results", str(args.results)] if args.results else []
     processes = [subprocess.Popen([*command, "--worker", str(rank), str(port)]) for rank in range(SIZE)]
     try:
         codes = [process.wait() for process in processes]
