@@ -25,6 +25,7 @@ from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
 from spark_elastic.reporting.job_status import Document, StatusModel
 from spark_elastic.reporting.progress import ProgressModel
+from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
@@ -32,6 +33,8 @@ from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slo
 from spark_elastic.wire.ports import Ports, listen
 
 CONNECT_TIMEOUT_S = 60.0
+KEPT_IN_NOTEBOOK_S = 60.0
+"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
 
 _job_numbers = itertools.count(1)
 
@@ -115,6 +118,7 @@ def _launch_spec(
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
         preimport=modules_of(function),
+        keep_workers_s=(KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0) if call.keep_workers is None else call.keep_workers,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pickle
 import signal
 import socket
@@ -96,7 +97,16 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
-        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task())
+        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), template_guardians())
+
+
+def template_guardians() -> tuple[int, ...]:
+    """Return the executor's JVM and Spark's Python daemon, with which a template of workers ends.
+
+    In local mode the JVM outlives the session, and the daemon does not.
+    """
+    jvm = jvm_pid_in_task()
+    return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))
 
 
 @contextlib.contextmanager
