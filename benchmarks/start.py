@@ -78,7 +78,7 @@ def one_call(spark: Any, keep_s: float | None) -> dict[str, float]:
     marks = spark_elastic.run(one_step, num_proc=2, spark=spark, verbose=0, **settings)
     ended = time.time()
     latest = {name: max(each[name] for each in marks) for name in marks[0]}
-    times = [max(time_, began) for time_ in (began, *latest.values())] + [ended]  # a kept process is older than the call
+    times = [began, *latest.values(), ended]
     parts = {name: after - before for name, before, after in zip(PARTS, times, times[1:], strict=False)}
     return {"first step": latest["stepped"] - began, **parts, "wall": ended - began}
 
@@ -127,9 +127,7 @@ def main() -> None:
     report(f"start-{args.on}{kept}", args, *series, raw={"first": first, "second": second, "torch_distributor": theirs})
 
 
-def measure(
-    spark: Any, args: argparse.Namespace
-) -> tuple[list[dict[str, float]], list[dict[str, float]], list[float]]:
+def measure(spark: Any, args: argparse.Namespace) -> tuple[list[dict[str, float]], list[dict[str, float]], list[float]]:
     """Return the first calls, the second calls and TorchDistributor's of all repetitions."""
     first: list[dict[str, float]] = []
     second: list[dict[str, float]] = []

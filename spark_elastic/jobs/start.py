@@ -118,8 +118,14 @@ def _launch_spec(
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
         preimport=modules_of(function),
-        keep_workers_s=(KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0) if call.keep_workers is None else call.keep_workers,
+        keep_workers_s=_keep_workers_s(call),
     )
+
+
+def _keep_workers_s(call: RunCall) -> float:
+    if call.keep_workers is not None:
+        return call.keep_workers
+    return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
 
 
 def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.ExitStack) -> OutputPrinter:

@@ -9,8 +9,8 @@ The template stays for `keep_workers` seconds after its last worker has ended, a
 or Spark's Python daemon. An agent's death closes its connection, and the template then kills its worker. The kernel
 kills all workers of a template that dies.
 
-A process that has several threads is not forked safely. The template has one: it imports, and calls nothing. If a module
-that it imports starts a thread, the template refuses, and agents start their workers themselves.
+A process that has several threads is not forked safely. The template has one: it imports, and calls nothing. If one of
+the modules starts a thread, the template refuses, and agents start their workers themselves.
 """
 
 from __future__ import annotations
@@ -139,7 +139,12 @@ class TemplateAddress:
             except OSError:
                 return  # it has one now
             listener.listen(_BACKLOG)
-            arguments = [str(listener.fileno()), settings_of(env, modules), ",".join(map(str, self.guardians)), *modules]
+            arguments = [
+                str(listener.fileno()),
+                settings_of(env, modules),
+                ",".join(map(str, self.guardians)),
+                *modules,
+            ]
             program = [sys.executable, "-m", "spark_elastic.task.main", "template", *arguments]
             subprocess.run(
                 ["/bin/sh", "-c", _DETACHED, "sh", *program],
@@ -151,10 +156,10 @@ class TemplateAddress:
 
 
 def settings_of(env: Mapping[str, str], modules: Sequence[str]) -> str:
-    """Return a digest of what a template cannot change any more for a worker: a job with another one gets a new template.
+    """Return a digest of what a template cannot change any more for its workers.
 
     That is the Python, its packages as far as the times of their folders tell, the working directory, and the
-    environment without variables that are read late. Of the modules only the framework counts, as others can be imported
+    environment without variables that are read late. Of the modules only the framework counts: others can be imported
     later.
     """
     folders = [(folder, _modified(folder)) for folder in env.get("PYTHONPATH", "").split(os.pathsep) + sys.path]
@@ -313,7 +318,7 @@ def kill_group(pid: int) -> None:
 
 
 Begin = Callable[[int, int, int], NoReturn]
-"""Runs a worker in a forked process; takes the template's process id and the descriptors of the result and the death."""
+"""Runs a worker in a forked process. Takes the template's process id, and the descriptors of result and death."""
 
 
 def run_template(
@@ -488,7 +493,7 @@ class _Template:
 def _has_one_thread() -> bool:
     """Return True if this process has no thread but this one."""
     if len(os.listdir("/proc/self/task")) > 1:
-        # OpenBLAS ends its threads at a fork, and starts them again when it computes. They are there from its import on.
+        # OpenBLAS has threads from its import on. It ends them at a fork, and starts them again when it computes.
         pid = os.fork()
         if pid == 0:
             os._exit(0)

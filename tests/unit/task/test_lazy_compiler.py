@@ -46,7 +46,9 @@ def test_optimizers_do_the_same_without_the_compiler():
 @pytest.mark.parametrize("imported", ["first", "later"])
 def test_program_that_compiles_gets_the_compiler(imported):
     first = "import torch._dynamo" if imported == "first" else ""
-    program = TRAIN.format(before=f"{first}\n{DEFERRED}") + """
+    program = (
+        TRAIN.format(before=f"{first}\n{DEFERRED}")
+        + """
 import torch._dynamo
 digest_again = hashlib.sha256(b"".join(map(train, classes))).hexdigest()
 assert digest_again == digest
@@ -61,4 +63,5 @@ step()
 assert not torch.equal(before, net.weight)
 assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
 """
+    )
     assert printed(program)[1] == str(imported == "first")

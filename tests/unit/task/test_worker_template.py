@@ -198,7 +198,9 @@ def test_packages_that_change_need_another_template(tmp_path):
 
 
 def test_module_that_starts_a_thread_is_not_forked(executor, tmp_path):
-    (tmp_path / "threaded.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()")
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
+    )
     path = os.pathsep.join([str(tmp_path), *sys.path])
 
     async def job():
