@@ -228,7 +228,7 @@ class RunSettings(ScalingSettings):
         float | None,
         Setting(
             "seconds for which each executor keeps a process that has imported what workers need, so that the next job "
-            "of the session starts within a second; 0: none. Linux only. Default: 60 in a notebook, else 0.",
+            "of the session starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook, else 0.",
             _seconds_or_none,
             "seconds",
             on_command_line=True,

@@ -166,7 +166,7 @@ def run_agent(
         guardian: process id of the executor's JVM; the agent ends when that process does.
         template_guardians: the processes with which a template of workers ends; see `TemplateAddress`.
     """
-    template = TemplateAddress.of(template_guardians, order.keep_workers_s)
+    template = TemplateAddress.of(template_guardians, order.keep_workers_s, order.preimport)
     return asyncio.run(_Agent(order, slot, launch, report, guardian, template).run())
 
 

@@ -46,6 +46,9 @@ _START_S = 120.0
 _LATE = ("CUDA_VISIBLE_DEVICES", DEVICE_SETTING)
 _LATE_PREFIXES = ("SPARK_ELASTIC_", "MLFLOW_")
 """Variables that are read after the imports, so that a worker can get other ones than its template was started with."""
+_INSTALLED = ("site-packages", "dist-packages")
+_THREADED = {"tensorflow", "keras"}
+"""Packages that start threads when they are imported: keras imports TensorFlow, or may."""
 _BACKLOG = 128
 _TRIES = 3
 _MESSAGE_BYTES = 64 * 1024
@@ -89,10 +92,16 @@ class TemplateAddress:
     keep_s: float
 
     @staticmethod
-    def of(guardians: Sequence[int], keep_s: float) -> TemplateAddress | None:
-        """Return the address; None where templates cannot be used: not on Linux, an old kernel, nothing to keep."""
-        usable = keep_s > 0 and guardians and sys.platform == "linux" and hasattr(os, "pidfd_open")
-        return TemplateAddress(tuple(guardians), keep_s) if usable else None
+    def of(guardians: Sequence[int], keep_s: float, modules: Sequence[str] = ()) -> TemplateAddress | None:
+        """Return the address; None without a template: nothing to keep, not Linux, an old kernel, modules with threads.
+
+        Args:
+            guardians: See the attribute.
+            keep_s: See the attribute.
+            modules: What workers import.
+        """
+        usable = sys.platform == "linux" and hasattr(os, "pidfd_open") and _THREADED.isdisjoint(modules)
+        return TemplateAddress(tuple(guardians), keep_s) if usable and guardians and keep_s > 0 else None
 
     def name(self) -> bytes:
         """Return the name of the socket. Process ids are used again, so the time of the process's start is in it.
@@ -141,7 +150,7 @@ class TemplateAddress:
             listener.listen(_BACKLOG)
             arguments = [
                 str(listener.fileno()),
-                settings_of(env, modules),
+                settings_of(env),
                 ",".join(map(str, self.guardians)),
                 *modules,
             ]
@@ -155,17 +164,16 @@ class TemplateAddress:
             )
 
 
-def settings_of(env: Mapping[str, str], modules: Sequence[str]) -> str:
+def settings_of(env: Mapping[str, str]) -> str:
     """Return a digest of what a template cannot change any more for its workers.
 
-    That is the Python, its packages as far as the times of their folders tell, the working directory, and the
-    environment without variables that are read late. Of the modules only the framework counts: others can be imported
-    later.
+    That is the Python, the packages that are installed as far as the time of their folder tells, the working directory,
+    and the environment without variables that are read late. Modules can be imported later.
     """
-    folders = [(folder, _modified(folder)) for folder in env.get("PYTHONPATH", "").split(os.pathsep) + sys.path]
+    paths = {*env.get("PYTHONPATH", "").split(os.pathsep), *sys.path}
+    installed = [(path, _modified(path)) for path in sorted(paths) if os.path.basename(path) in _INSTALLED]
     fixed = sorted((name, value) for name, value in env.items() if not _is_late(name))
-    frameworks = sorted({"tensorflow", "keras"} & {module.partition(".")[0] for module in modules})
-    described = [sys.executable, sys.version, os.getcwd(), sorted(set(folders)), fixed, frameworks]
+    described = [sys.executable, sys.version, os.getcwd(), installed, fixed]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
@@ -175,7 +183,7 @@ def _is_late(name: str) -> bool:
 
 def _modified(folder: str) -> int:
     try:
-        return os.stat(folder or ".").st_mtime_ns
+        return os.stat(folder).st_mtime_ns
     except OSError:
         return 0
 
@@ -231,7 +239,7 @@ class ForkedProcess:
         self._connection = self._template.connect(self._env, self._modules)
         self._connection.setblocking(False)
         request = {
-            "settings": settings_of(self._env, self._modules),
+            "settings": settings_of(self._env),
             "modules": list(self._modules),
             "env": {name: value for name, value in self._env.items() if _is_late(name)},
             "keep_s": self._template.keep_s,

@@ -184,17 +184,26 @@ def test_job_with_another_environment_gets_another_template_and_the_old_one_ends
 
 def test_variables_that_are_read_late_do_not_need_another_template():
     base = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
-    assert settings_of(base, ["torch"]) == settings_of({**base, "CUDA_VISIBLE_DEVICES": "1"}, ["torch", "json"])
-    assert settings_of(base, ["torch"]) != settings_of({**base, "OMP_NUM_THREADS": "1"}, ["torch"])
-    assert settings_of(base, ["torch"]) != settings_of(base, ["torch", "tensorflow"])
+    assert settings_of(base) == settings_of({**base, "CUDA_VISIBLE_DEVICES": "1", "SPARK_ELASTIC_DEVICE": "cpu"})
+    assert settings_of(base) != settings_of({**base, "OMP_NUM_THREADS": "1"})
 
 
-def test_packages_that_change_need_another_template(tmp_path):
-    env = {"PYTHONPATH": str(tmp_path)}
-    before = settings_of(env, ["torch"])
-    (tmp_path / "module.py").write_text("")
-    os.utime(tmp_path, (1, 1))
-    assert settings_of(env, ["torch"]) != before
+def test_framework_with_threads_has_no_template():
+    assert TemplateAddress.of([1], 60.0, ["torch", "spark_elastic.torch"]) is not None
+    assert TemplateAddress.of([1], 60.0, ["torch", "tensorflow", "keras"]) is None
+    assert TemplateAddress.of([1], 0.0, ["torch"]) is None
+
+
+def test_packages_that_are_installed_need_another_template(tmp_path):
+    packages, results = tmp_path / "site-packages", tmp_path / "results"
+    packages.mkdir()
+    results.mkdir()
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (packages, results)))}
+    before = settings_of(env)
+    os.utime(results, (1, 1))
+    assert settings_of(env) == before
+    os.utime(packages, (1, 1))
+    assert settings_of(env) != before
 
 
 def test_module_that_starts_a_thread_is_not_forked(executor, tmp_path):
