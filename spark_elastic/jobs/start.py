@@ -96,6 +96,20 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url)
 
 
+def prepare_workers(call: RunCall) -> None:
+    """Let the executors import what the workers of a call will need, if they are to keep it. Returns at once.
+
+    The job that follows need not be started: what was imported is kept as long as after a job.
+    """
+    keep_s = _keep_workers_s(call)
+    if keep_s <= 0:
+        return
+    modules = modules_of(preflight.pickled(call.fn, (), None))
+    env = dict(call.env or {})
+    spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
+    backend_of(call).prepare_workers(spec, call.max_num_proc or call.num_proc)
+
+
 def _launch_spec(
     call: RunCall, backend: Backend, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
 ) -> LaunchSpec:

@@ -140,6 +140,21 @@ class TemplateAddress:
             raise TemplateUnavailableError(f"no template: {error}") from error
         raise TemplateUnavailableError("the template does not start")
 
+    def prepare(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
+        """Have a template import the modules now, before a worker is asked for. Does not wait for it.
+
+        Raises:
+            TemplateUnavailableError: As of `connect`.
+        """
+        with self.connect(env, modules) as connection:
+            connection.send(self.request(env, modules))
+
+    def request(self, env: Mapping[str, str], modules: Sequence[str]) -> bytes:
+        """Return the request for a worker."""
+        late = {name: value for name, value in env.items() if _is_late(name)}
+        request = {"settings": settings_of(env), "modules": list(modules), "env": late, "keep_s": self.keep_s}
+        return json.dumps(request).encode()
+
     def _start(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         """Start a template, unless another agent does so at the same time."""
         with _unix_socket() as listener:
@@ -238,14 +253,9 @@ class ForkedProcess:
         self._tries += 1
         self._connection = self._template.connect(self._env, self._modules)
         self._connection.setblocking(False)
-        request = {
-            "settings": settings_of(self._env),
-            "modules": list(self._modules),
-            "env": {name: value for name, value in self._env.items() if _is_late(name)},
-            "keep_s": self._template.keep_s,
-        }
+        request = self._template.request(self._env, self._modules)
         try:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], list(self._ends.all()))
+            socket.send_fds(self._connection, [request], list(self._ends.all()))
         except OSError as error:
             self._connection.close()
             raise TemplateUnavailableError(f"the template takes no request: {error}") from error
@@ -440,6 +450,8 @@ class _Template:
         self._import_modules(request["modules"])
         self._keep_s = float(request["keep_s"])
         self._until = clock.monotonic() + self._keep_s
+        if not descriptors:  # it was only to be prepared
+            return
         if not _has_one_thread():
             _send(connection, {"refused": "an imported module has started a thread"})
             return

@@ -66,7 +66,7 @@ class SparkHostDiscovery:
 
     def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
         self._sc = sc
-        self._report_slot = report_slot
+        self.report_slot = report_slot
 
     def slots(self) -> cluster.SlotCount:
         return cluster.count_slots(self._sc)
@@ -168,7 +168,7 @@ class SparkHostDiscovery:
         if known == executors and len(found.reports) >= num_proc and self.slots_free() >= num_proc:
             return found
         description = f"spark_elastic: discovery of {num_proc} slots"
-        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self._report_slot), description, barrier=True)
+        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self.report_slot), description, barrier=True)
         said = False
         while not job.over.wait(_POLL_S):
             waited = clock.monotonic() - start
