@@ -224,9 +224,7 @@ class SparkBackend:
             NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
             UnknownInterfaceError: Too many hosts have none of the interfaces in `nics`.
         """
-        if (
-            spec.keep_workers_s > 0
-        ):  # the tasks are there, and what is imported from now on need not be waited for later
+        if spec.keep_workers_s > 0:  # what the executors import from now on need not be waited for later
             from spark_elastic.task.spark_agent import prepare_and_report
 
             without_secrets = dataclasses.replace(spec, key=b"", function=b"", driver_addresses=())
