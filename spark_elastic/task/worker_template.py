@@ -30,6 +30,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -51,6 +52,9 @@ _THREADED = {"tensorflow", "keras"}
 """Packages that start threads when they are imported: keras imports TensorFlow, or may."""
 _BACKLOG = 128
 _TRIES = 3
+"""Templates with other settings that a request for a worker may meet."""
+_CONNECT_TRIES = 100
+_CONNECT_PAUSE_S = 0.01
 _MESSAGE_BYTES = 64 * 1024
 _CREDENTIALS = struct.Struct("3i")
 _DETACHED = '"$@" </dev/null >/dev/null 2>&1 &'
@@ -124,19 +128,20 @@ class TemplateAddress:
             TemplateUnavailableError: There is none, and none can be started.
         """
         try:
-            for _ in range(_TRIES):
+            for _ in range(_CONNECT_TRIES):
                 connection = _unix_socket()
                 try:
                     connection.connect(self.name())
                 except ConnectionRefusedError:
                     connection.close()
-                    self._start(env, modules)
+                    if not self._start(env, modules):
+                        time.sleep(_CONNECT_PAUSE_S)  # another agent has the name, and does not listen yet
                     continue
                 if _peer_uid(connection) != os.getuid():
                     connection.close()
                     raise TemplateUnavailableError("another user has taken the name of the executor's template")
                 return connection
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise TemplateUnavailableError(f"no template: {error}") from error
         raise TemplateUnavailableError("the template does not start")
 
@@ -155,13 +160,13 @@ class TemplateAddress:
         request = {"settings": settings_of(env), "modules": list(modules), "env": late, "keep_s": self.keep_s}
         return json.dumps(request).encode()
 
-    def _start(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
-        """Start a template, unless another agent does so at the same time."""
+    def _start(self, env: Mapping[str, str], modules: Sequence[str]) -> bool:
+        """Start a template. Returns False if another agent does so at the same time."""
         with _unix_socket() as listener:
             try:
                 listener.bind(self.name())
             except OSError:
-                return  # it has one now
+                return False
             listener.listen(_BACKLOG)
             arguments = [
                 str(listener.fileno()),
@@ -177,6 +182,7 @@ class TemplateAddress:
                 start_new_session=True,
                 check=True,
             )
+        return True
 
 
 def settings_of(env: Mapping[str, str]) -> str:

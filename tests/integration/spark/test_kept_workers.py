@@ -7,8 +7,11 @@ import sys
 import time
 
 import pytest
+import torch
 
-from spark_elastic import run
+from spark_elastic import ElasticTorchEstimator, run
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.start import prepare_workers
 from tests.integration.clusters import ROOT, local, local_cluster
 from tests.integration.processes import GONE_S, is_running, wait_until
 from tests.integration.spark.conftest import finished, job_processes
@@ -104,6 +107,34 @@ def parent_of(pid):
         return int(stat.read().rpartition(")")[2].split()[1])
 
 
+def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster):
+    settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
+    prepare_workers(RunCall(where_it_runs, **settings))
+    wait_until(lambda: len(templates(cluster)) == 2, GONE_S, "both executors have a template")
+    prepared = templates(cluster)
+    assert {template for template, *_ in run(where_it_runs, **settings)} == prepared
+
+
+def test_fit_uses_what_the_fit_before_has_kept(jobs, cluster):
+    df = cluster.spark.range(200).selectExpr("cast(id % 2 as float) as x", "cast(id % 2 as int) as y")
+    net = torch.nn.Linear(1, 2)
+    estimator = ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.CrossEntropyLoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        num_proc=2,
+        verbose=0,
+        run_options={"keep_workers": KEEP_S},
+    )
+    estimator.fit(df)
+    kept = templates(cluster)
+    assert len(kept) == 2
+    estimator.fit(df)
+    assert templates(cluster) == kept
+
+
 def test_nothing_is_kept_unless_asked_for(jobs, cluster):
     pids = [pid for *_, pid in run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0)]
     assert not templates(cluster)
@@ -123,7 +154,9 @@ def test_templates_end_with_the_session_in_local_mode():
 PROGRAM = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from spark_elastic import run
+from spark_elastic import ElasticTorchEstimator, run
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.start import prepare_workers
 from tests.integration.clusters import {{kind}}
 from tests.integration.spark.test_kept_workers import where_it_runs
 with {{cluster}} as cluster:
