@@ -431,8 +431,9 @@ def memory_left(root: Path = ROOT) -> int | None:
     group = _group(root)
     for limit_file, used_file in _LIMITS:
         limit, used = (_number(group / name) if group is not None else None for name in (limit_file, used_file))
-        if limit is not None and used is not None:
-            left.append(limit - used)
+        if group is not None and limit is not None and used is not None:
+            # the content of files that were read counts as used, and is given back when memory is needed
+            left.append(limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
     return min(left, default=None)
 
 
