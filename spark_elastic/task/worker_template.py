@@ -297,7 +297,7 @@ class ForkedProcess:
             self._watch(self.pid)
         else:
             self._disconnect()
-            self._not_forked(again=bool(answer.get("retry")))
+            self._not_forked(again=not answer or bool(answer.get("retry")))
 
     def _not_forked(self, again: bool) -> None:
         if again and self._tries < _TRIES:
