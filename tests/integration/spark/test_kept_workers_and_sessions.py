@@ -28,9 +28,7 @@ def test_templates_end_with_the_session_in_local_mode():
 PROGRAM = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from spark_elastic import ElasticTorchEstimator, run
-from spark_elastic.jobs.settings import RunCall
-from spark_elastic.jobs.start import prepare_workers
+from spark_elastic import run
 from tests.integration.clusters import {{kind}}
 from tests.integration.spark.test_kept_workers import where_it_runs
 with {{cluster}} as cluster:
