@@ -166,7 +166,7 @@ class SparkHostDiscovery:
         application, executors = str(self._sc.applicationId), self._executors()
         known, found = _probed.get(application, (frozenset[str](), SlotProbe(())))
         if known == executors and len(found.reports) >= num_proc and self.slots_free() >= num_proc:
-            return found
+            return SlotProbe(found.reports[:num_proc])
         description = f"spark_elastic: discovery of {num_proc} slots"
         job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self.report_slot), description, barrier=True)
         said = False
