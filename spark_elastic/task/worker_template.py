@@ -31,6 +31,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -384,6 +385,8 @@ class _Template:
         self._import_modules = import_modules
         self._memory_left = memory_left
         self._selector = selectors.DefaultSelector()
+        self._connections: set[socket.socket] = set()
+        """Of agents that are about to ask, or whose worker runs."""
         self._workers: dict[socket.socket, int] = {}
         """The worker of each connection, as long as it has not been reaped."""
         self._keep_s = 0.0
@@ -404,7 +407,8 @@ class _Template:
         while True:
             for key, _ in self._selector.select(_LOOK_S):
                 key.data()
-            if not self._workers and (clock.monotonic() >= self._until or self._is_short_of_memory()):
+            is_idle = not self._workers and not self._connections
+            if is_idle and (clock.monotonic() >= self._until or self._is_short_of_memory()):
                 self._end()
 
     def _is_short_of_memory(self) -> bool:
@@ -417,14 +421,15 @@ class _Template:
         os._exit(0)
 
     def _accept(self) -> None:
-        assert self._listener is not None
+        if self._listener is None:  # closed in this turn of the loop
+            return
         with contextlib.suppress(OSError):  # it has gone again
             connection, _ = self._listener.accept()
             if _peer_uid(connection) != os.getuid():
                 connection.close()
                 return
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._heard(connection))
-            self._until = max(self._until, clock.monotonic() + _LOOK_S)
+            self._connections.add(connection)
 
     def _heard(self, connection: socket.socket) -> None:
         descriptors: list[int] = []
@@ -434,7 +439,7 @@ class _Template:
                 self._forget(connection)
             elif connection not in self._workers:
                 self._answer(connection, json.loads(data), descriptors)
-        except (OSError, ValueError, KeyError):
+        except Exception:  # a request that is none, a module that raises: the workers must not suffer from it
             self._forget(connection)
         finally:
             for descriptor in descriptors:
@@ -444,6 +449,7 @@ class _Template:
         if connection in self._workers:
             kill_group(self._workers[connection])  # its end is noticed like any other
         self._selector.unregister(connection)
+        self._connections.discard(connection)
         connection.close()
 
     def _answer(self, connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -492,6 +498,9 @@ class _Template:
             return pid
         try:
             self._become_worker(ends, env, template)
+        except BaseException:  # the worker's own: nothing of the template may go on in this process
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)
 
