@@ -182,6 +182,7 @@ CAPTIONS = {
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
+    "fit_kept.json": "the same with keep_workers, and a second fit on the same rows",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
     "membership-changes.json": "resources that the processes still hold after ten thousand changes of the world",
@@ -195,6 +196,8 @@ CAPTIONS = {
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
     "regrouping.json": "the processor time of a change of the world, for each worker",
     "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
+    "start-local-cluster-kept.json": "the same with keep_workers; each second call finds what the first has left",
+    "start-standalone-kept.json": "the same on a standalone cluster",
     "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
     "transform.json": "rows a second of a fitted model, 1 M rows",
 }

@@ -83,6 +83,9 @@ class LocalBackend:
     def make_launcher(self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded) -> Launcher:
         return self._launcher.bind(spec, on_ended)
 
+    def prepare_workers(self, spec: LaunchSpec, most: int | None) -> None:
+        pass  # a job starts at once here
+
     def sources(self) -> list[EventSource]:
         return []
 
@@ -165,6 +168,27 @@ class SparkBackend:
             queue_of(str(self._context.applicationId)), spec.job, settings.min_num_proc, build, on_ended
         )
 
+    def prepare_workers(self, spec: LaunchSpec, most: int | None) -> None:
+        """Have executors import what workers need, in a Spark job of its own, which takes some 0.1 s of their slots.
+
+        Args:
+            spec: As of a job, without its key, function and addresses.
+            most: The number of slots that a job can use; None: all.
+        """
+        from spark_elastic.driver.spark.cluster import BackgroundJob
+        from spark_elastic.task.spark_agent import prepare_workers
+
+        payload = pickle.dumps(spec)
+
+        def task(_rows: Any) -> list[Any]:
+            prepare_workers(payload)
+            return []
+
+        slots = self._discovery.slots().now
+        width = slots if most is None else min(most, slots)
+        if width > 0:
+            BackgroundJob(self._context, width, task, "spark_elastic: imports of workers")
+
     def sources(self) -> list[EventSource]:
         from spark_elastic.driver.spark.executors import ExecutorWatch
 
@@ -200,6 +224,11 @@ class SparkBackend:
             NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
             UnknownInterfaceError: Too many hosts have none of the interfaces in `nics`.
         """
+        if spec.keep_workers_s > 0:  # what the executors import from now on need not be waited for later
+            from spark_elastic.task.spark_agent import prepare_and_report
+
+            without_secrets = dataclasses.replace(spec, key=b"", function=b"", driver_addresses=())
+            self._discovery.report_slot = functools.partial(prepare_and_report, pickle.dumps(without_secrets))
         try:
             probe = self._probe(settings, driver)
         finally:
@@ -289,6 +318,9 @@ class ConnectBackend:
 
         application = spark_connect.application_of(self._session)
         return QueuedLauncher(queue_of(application), spec.job, settings.min_num_proc, build, on_ended)
+
+    def prepare_workers(self, spec: LaunchSpec, most: int | None) -> None:
+        pass  # a query costs more than it would gain
 
     def sources(self) -> list[EventSource]:
         return []  # there is no listener on this side: losses are seen on the connections to agents and workers

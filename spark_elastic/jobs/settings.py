@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, check_driver_callbacks
-from spark_elastic.settings import ScalingSettings, Setting, whole_number
+from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, whole_number
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
 
@@ -102,6 +103,12 @@ def _host(name: str, value: Any) -> str:
     if not host or "/" in host or (":" in host and not is_address(host)):
         raise InvalidSettingsError(f"{name} must be an address or a host's name, without a port, not {value!r}")
     return host
+
+
+def _seconds_or_none(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_S:
+        raise InvalidSettingsError(f"{name} must be a number of seconds, or 0 to keep none, not {_shown(value)}")
+    return float(value)
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -217,6 +224,16 @@ class RunSettings(ScalingSettings):
             _device,
         ),
     ] = "auto"
+    keep_workers: Annotated[
+        float | None,
+        Setting(
+            "seconds for which each executor keeps a process that has imported what workers need, so that the next job "
+            "of the session starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook, else 0.",
+            _seconds_or_none,
+            "seconds",
+            on_command_line=True,
+        ),
+    ] = None
     stdout: Annotated[
         TextIO | None,
         Setting(

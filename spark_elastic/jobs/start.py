@@ -25,6 +25,7 @@ from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
 from spark_elastic.reporting.job_status import Document, StatusModel
 from spark_elastic.reporting.progress import ProgressModel
+from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
@@ -32,6 +33,8 @@ from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slo
 from spark_elastic.wire.ports import Ports, listen
 
 CONNECT_TIMEOUT_S = 60.0
+KEPT_IN_NOTEBOOK_S = 60.0
+"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
 
 _job_numbers = itertools.count(1)
 
@@ -93,6 +96,20 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url)
 
 
+def prepare_workers(call: RunCall) -> None:
+    """Let the executors import what the workers of a call will need, if they are to keep it. Returns at once.
+
+    The job that follows need not be started: what was imported is kept as long as after a job.
+    """
+    keep_s = _keep_workers_s(call)
+    if keep_s <= 0:
+        return
+    modules = modules_of(preflight.pickled(call.fn, (), None))
+    env = dict(call.env or {})
+    spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
+    backend_of(call).prepare_workers(spec, call.max_num_proc or call.num_proc)
+
+
 def _launch_spec(
     call: RunCall, backend: Backend, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
 ) -> LaunchSpec:
@@ -115,7 +132,14 @@ def _launch_spec(
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
         preimport=modules_of(function),
+        keep_workers_s=_keep_workers_s(call),
     )
+
+
+def _keep_workers_s(call: RunCall) -> float:
+    if call.keep_workers is not None:
+        return call.keep_workers
+    return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
 
 
 def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.ExitStack) -> OutputPrinter:

@@ -187,6 +187,7 @@ class ElasticEstimator(
     def _fit(self, dataset: Any) -> M:
         context, tensors = self._check(dataset)
         timings = FitTimings()
+        self._prepare_workers(context)
         with self._materialised(dataset, tensors, timings) as rows:
             return self._fit_rows(rows, context, timings)
 
@@ -463,23 +464,7 @@ class ElasticEstimator(
         from spark_elastic.jobs.run import cancelled_on_error
         from spark_elastic.jobs.start import start
 
-        options = dict(self._given("run_options") or {})
-        if env := self._worker_env():
-            options["env"] = {**env, **(options.get("env") or {})}
-        if options.get("launcher") is None:
-            options["spark"] = context
-        if self._given("device") == "cpu":
-            options.setdefault("device", "cpu")
-        call = RunCall(
-            self._train_fn(),
-            (training,),
-            num_proc=self._given("num_proc"),
-            min_num_proc=self._given("min_num_proc"),
-            max_num_proc=self._given("max_num_proc"),
-            verbose=min(2, self._given("verbose")),
-            status_port=self._given("status_port"),
-            **options,
-        )
+        call = self._call(context, training)
         job = start(call, session if session else None)
         lease = lease_of(training.store)
         try:
@@ -490,6 +475,35 @@ class ElasticEstimator(
         finally:
             events += event_rows(job.changes(), began)
             session.note_events(events)
+
+    def _prepare_workers(self, context: Any) -> None:
+        """Let executors that keep workers import what they need while the rows are written and tried."""
+        from spark_elastic.jobs.start import prepare_workers
+
+        try:
+            prepare_workers(self._call(context))
+        except Exception as error:  # the job says what is wrong, if it is
+            log.debug("nothing is imported ahead: %s", error)
+
+    def _call(self, context: Any, *arguments: Any) -> RunCall:
+        """Return the call of `run` for the workers."""
+        options = dict(self._given("run_options") or {})
+        if env := self._worker_env():
+            options["env"] = {**env, **(options.get("env") or {})}
+        if options.get("launcher") is None:
+            options["spark"] = context
+        if self._given("device") == "cpu":
+            options.setdefault("device", "cpu")
+        return RunCall(
+            self._train_fn(),
+            arguments,
+            num_proc=self._given("num_proc"),
+            min_num_proc=self._given("min_num_proc"),
+            max_num_proc=self._given("max_num_proc"),
+            verbose=min(2, self._given("verbose")),
+            status_port=self._given("status_port"),
+            **options,
+        )
 
     def _batch_size(self) -> int | None:
         """Return the rows of a global batch; None if they depend on the number of workers."""

@@ -18,12 +18,13 @@ import pickle
 import platform
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spark_elastic import clock
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
 from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
+from spark_elastic.task.worker_template import TemplateAddress
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
 from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
@@ -146,7 +147,12 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
 
 
 def run_agent(
-    order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None = None
+    order: LaunchSpec,
+    slot: SlotId,
+    launch: LaunchId,
+    report: SlotReport,
+    guardian: int | None = None,
+    template_guardians: Sequence[int] = (),
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -158,15 +164,24 @@ def run_agent(
         launch: number of the slot's launch, by which the launcher recognises this agent.
         report: where the agent runs and what it may use there.
         guardian: process id of the executor's JVM; the agent ends when that process does.
+        template_guardians: the processes with which a template of workers ends; see `TemplateAddress`.
     """
-    return asyncio.run(_Agent(order, slot, launch, report, guardian).run())
+    template = TemplateAddress.of(template_guardians, order.keep_workers_s, order.preimport)
+    return asyncio.run(_Agent(order, slot, launch, report, guardian, template).run())
 
 
 class _Agent:
     def __init__(
-        self, order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None
+        self,
+        order: LaunchSpec,
+        slot: SlotId,
+        launch: LaunchId,
+        report: SlotReport,
+        guardian: int | None,
+        template: TemplateAddress | None,
     ) -> None:
         self._order = order
+        self._template = template
         self._slot = slot
         self._launch = launch
         self._report = report
@@ -418,7 +433,7 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self)
+        self._process = WorkerProcess(self._order, self._env, self, self._template)
         self._running.add(self._process)
         self._all_gone.clear()
 
@@ -450,12 +465,13 @@ class _Agent:
 def main() -> None:
     from spark_elastic.task.main import die_with_parent  # here: an agent in a Spark task needs nothing of the worker
 
-    die_with_parent(int(sys.argv[1]))
+    launcher = int(sys.argv[1])
+    die_with_parent(launcher)
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    pickle.dump(run_agent(order, slot, 0, report), out)
+    pickle.dump(run_agent(order, slot, 0, report, template_guardians=[launcher]), out)
     out.flush()
 
 

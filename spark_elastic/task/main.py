@@ -1,7 +1,8 @@
 """The worker process: imports what training needs, waits for its worker id and runs the user's function.
 
-The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD DEATH_FD [module ...]``. The id, the
-addresses of the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process
+The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD DEATH_FD [module ...]``, or has it forked
+by a template, which is ``python -m spark_elastic.task.main template ...`` (`worker_template`). The id, the addresses of
+the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process
 ends when it closes. The result is written to RESULT_FD; DEATH_FD is for the reaper. Then the process waits until the
 agent releases it, or until the driver has the function called again, because another member of the world was lost: the
 world is rebuilt from the states that this process still holds.
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NoReturn
 
 import cloudpickle
@@ -32,6 +33,7 @@ import cloudpickle
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.driver_client import ChannelLink, exit_now
+from spark_elastic.task.lazy_compiler import import_compiler_on_use
 from spark_elastic.task.reaper import start_reaper
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
@@ -50,15 +52,39 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
+    if argv[0] == "template":
+        from spark_elastic.task.worker_process import memory_left  # here: a worker needs nothing of it
+        from spark_elastic.task.worker_template import run_template
+
+        run_template(argv[1:], run_worker, import_modules, memory_left)
     parent, result_fd, death_fd, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
+    run_worker(parent, result_fd, death_fd, modules)
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import what the function is expected to need."""
+    for module in modules:
+        with contextlib.suppress(ImportError):  # a missing module that the function needs fails there
+            importlib.import_module(module)
+    if "torch" in sys.modules:
+        import_compiler_on_use()
+
+
+def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str] = ()) -> NoReturn:
+    """Import modules, wait for the worker's id and function, and run it.
+
+    Args:
+        parent: Process id of the parent, with which this process ends.
+        result_fd: The pipe for results.
+        death_fd: The pipe for the reaper.
+        modules: What to import first.
+    """
     die_with_parent(parent)
     start_reaper(death_fd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the agent ignores it, and a child inherits that
     faulthandler.enable()
     control = _take_stdin()
-    for module in modules:
-        with contextlib.suppress(ImportError):  # a missing module that the function needs fails there
-            importlib.import_module(module)
+    import_modules(modules)
     order = json.loads(control.readline() or b"null")
     if order is None:
         exit_now(EXIT_ORPHANED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pickle
 import signal
 import socket
@@ -96,7 +97,40 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
-        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task())
+        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), template_guardians())
+
+
+def prepare_and_report(payload: bytes) -> SlotReport:
+    """Do what `prepare_workers` does, and describe the slot."""
+    prepare_workers(payload)
+    return slot_report()
+
+
+def prepare_workers(payload: bytes) -> None:
+    """Have the executor's template import what workers need. Called in a Spark task before the job starts.
+
+    Args:
+        payload: a pickled `LaunchSpec` without key, function and addresses.
+    """
+    from spark_elastic.task.worker_process import worker_environment
+    from spark_elastic.task.worker_template import TemplateAddress, TemplateUnavailableError
+
+    order: LaunchSpec = pickle.loads(payload)
+    template = TemplateAddress.of(template_guardians(), order.keep_workers_s, order.preimport)
+    if template is None:
+        return
+    env = worker_environment(order, dict(os.environ), sys.path, cores_in_task(), accelerators_in_task())
+    with contextlib.suppress(TemplateUnavailableError):
+        template.prepare(env, order.preimport)
+
+
+def template_guardians() -> tuple[int, ...]:
+    """Return the executor's JVM and Spark's Python daemon, with which a template of workers ends.
+
+    In local mode the JVM outlives the session, and the daemon does not.
+    """
+    jvm = jvm_pid_in_task()
+    return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))
 
 
 @contextlib.contextmanager

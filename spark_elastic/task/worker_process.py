@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +23,10 @@ from typing import Any, Protocol
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.reaper import exit_code_of
+from spark_elastic.task.worker_template import Ends, ForkedProcess, TemplateAddress, TemplateUnavailableError
 from spark_elastic.wire.messages import LaunchSpec
+
+logger = logging.getLogger("spark_elastic.task")
 
 STDERR_TAIL_LINES = 40
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -71,25 +76,33 @@ class WorkerProcess:
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, order: LaunchSpec, env: dict[str, str], observer: WorkerObserver) -> None:
+    def __init__(
+        self,
+        order: LaunchSpec,
+        env: dict[str, str],
+        observer: WorkerObserver,
+        template: TemplateAddress | None = None,
+    ) -> None:
+        """Start the process, or have it forked by a template."""
         self._observer = observer
         self._loop = asyncio.get_running_loop()
-        result_read, result_write = os.pipe()
-        death_read, death_write = os.pipe()
-        arguments = [str(os.getpid()), str(result_write), str(death_write), *order.preimport]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "spark_elastic.task.main", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[result_write, death_write],
-            env=env,
-        )
-        os.close(result_write)
-        os.close(death_write)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        order_read, self._order_fd = os.pipe()
+        stdout, stdout_write = os.pipe()
+        stderr, stderr_write = os.pipe()
+        self._result_fd, result_write = os.pipe()
+        self._death_fd, death_write = os.pipe()
+        ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
+        self._process: SpawnedProcess | ForkedProcess
+        start = functools.partial(SpawnedProcess, order.preimport, env, ends, self._gone)
+        try:
+            self._process = (
+                start()
+                if template is None
+                else ForkedProcess(template, env, order.preimport, ends, self._gone, lambda: self._spawn_instead(start))
+            )
+        except TemplateUnavailableError as error:
+            logger.info("a worker is started without a template: %s", error)
+            self._process = start()
         self.memory_before = memory_kills()
         """The counters before the process started; see `exited`."""
         self.worker: WorkerId | None = None
@@ -104,19 +117,20 @@ class WorkerProcess:
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = memoryview(b"")
         self.is_running = True
-        self._streams = {self._process.stdout.fileno(): "stdout", self._process.stderr.fileno(): "stderr"}
-        self._result_fd = result_read
-        for fd in (*self._streams, result_read):
+        self._streams = {stdout: "stdout", stderr: "stderr"}
+        for fd in (*self._streams, self._result_fd):
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, self._readable, fd)
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._death_fd = death_read
-        self._loop.add_reader(death_read, self._dying)
-        self._pidfd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
-        if self._pidfd >= 0:
-            self._loop.add_reader(self._pidfd, self._gone)
-        else:
-            self._loop.call_later(_POLL_S, self._poll)
+        os.set_blocking(self._order_fd, False)
+        self._loop.add_reader(self._death_fd, self._dying)
+
+    def _spawn_instead(self, start: Callable[[], SpawnedProcess]) -> None:
+        """Start a process as if there were no template: it has forked none."""
+        try:
+            self._process = start()
+        except OSError as error:
+            logger.warning("a worker cannot be started: %s", error)
+            self._gone(-signal.SIGKILL)
 
     @property
     def stderr_tail(self) -> str:
@@ -126,7 +140,8 @@ class WorkerProcess:
     @property
     def is_seen_running(self) -> bool:
         """True if the process exists and is not stopped; False if the system does not show its state."""
-        return self.is_running and process_state(self._process.pid) not in _NOT_RUNNING
+        pid = self._process.pid
+        return self.is_running and (pid is None or process_state(pid) not in _NOT_RUNNING)
 
     def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
@@ -146,43 +161,34 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL the process and its whole process group."""
-        if not self.is_running:
-            return
-        self._kill_group()  # fails if the process has not created its own group yet
-        self._process.kill()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self.is_running:
+            self._process.kill()
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
-        assert self._process.stdin is not None
-        self._stop_writing()
-        with contextlib.suppress(OSError):  # it is gone already
-            self._process.stdin.close()
+        self._close_order_pipe()
 
     # --- pipes --------------------------------------------------------------------------------------
 
     def _write_order(self) -> None:
-        assert self._process.stdin is not None
-        fd = self._process.stdin.fileno()
         try:
-            written = os.write(fd, self._pending_order)
+            written = os.write(self._order_fd, self._pending_order)
         except BlockingIOError:
             written = 0
         except OSError:
-            self._stop_writing()
-            return  # the process died, which the pidfd reports
+            self._loop.remove_writer(self._order_fd)
+            return  # the process died, which is reported
         self._pending_order = self._pending_order[written:]  # of a memoryview, this copies nothing
         if self._pending_order:
-            self._loop.add_writer(fd, self._write_order)
+            self._loop.add_writer(self._order_fd, self._write_order)
         else:
-            self._loop.remove_writer(fd)
+            self._loop.remove_writer(self._order_fd)
 
-    def _stop_writing(self) -> None:
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._loop.remove_writer(self._process.stdin.fileno())
+    def _close_order_pipe(self) -> None:
+        if self._order_fd >= 0:
+            self._loop.remove_writer(self._order_fd)
+            os.close(self._order_fd)
+            self._order_fd = -1
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
@@ -246,23 +252,16 @@ class WorkerProcess:
 
     # --- the end ------------------------------------------------------------------------------------
 
-    def _poll(self) -> None:
-        if self._process.poll() is None:
-            self._loop.call_later(_POLL_S, self._poll)
-        else:
-            self._gone()
-
     def _dying(self) -> None:
         """Pass on the reaper's word, or stop to listen if the reaper is gone or has nothing to say."""
         self._loop.remove_reader(self._death_fd)
         if os.read(self._death_fd, 1):
-            self._observer.dying(self, exit_code_of(self._process.pid))
+            pid = self._process.pid
+            self._observer.dying(self, None if pid is None else exit_code_of(pid))
 
-    def _gone(self) -> None:
+    def _gone(self, exit_code: int) -> None:
         if not self.is_running:
             return
-        exit_code = self._process.wait()
-        self._kill_group()  # children left behind, which might still write
         self._drain()
         self.is_running = False
         self._close_pipes()
@@ -283,18 +282,67 @@ class WorkerProcess:
                     break
 
     def _close_pipes(self) -> None:
-        self._stop_writing()
+        self._close_order_pipe()
         for fd in (self._result_fd, self._death_fd, *self._streams):
             self._loop.remove_reader(fd)
-        os.close(self._death_fd)
+            os.close(fd)
+
+
+class SpawnedProcess:
+    """A worker that the agent has started itself. Used on the agent's event loop.
+
+    Args:
+        modules: What the process imports.
+        env: Its environment.
+        ends: Its ends of the pipes, which are closed here.
+        ended: Called once, with the exit code, after the process has ended.
+    """
+
+    def __init__(self, modules: Sequence[str], env: dict[str, str], ends: Ends, ended: Callable[[int], None]) -> None:
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        arguments = [str(os.getpid()), str(ends.result), str(ends.death), *modules]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "spark_elastic.task.main", *arguments],
+                stdin=ends.stdin,
+                stdout=ends.stdout,
+                stderr=ends.stderr,
+                pass_fds=[ends.result, ends.death],
+                env=env,
+            )
+        finally:
+            ends.close()
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+        if self._pidfd >= 0:
+            self._loop.add_reader(self._pidfd, self._gone)
+        else:
+            self._loop.call_later(_POLL_S, self._poll)
+
+    def kill(self) -> None:
+        """SIGKILL the process and its process group."""
+        if self._process.returncode is None:
+            self._kill_group()  # fails if the process has not created its own group yet
+            self._process.kill()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _poll(self) -> None:
+        if self._process.poll() is None:
+            self._loop.call_later(_POLL_S, self._poll)
+        else:
+            self._gone()
+
+    def _gone(self) -> None:
+        exit_code = self._process.wait()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        os.close(self._result_fd)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._kill_group()  # children left behind, which might still write
+        self._ended(exit_code)
 
 
 def process_state(pid: int) -> str:
@@ -377,10 +425,26 @@ def describe_kills(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> 
     return f"The kernel killed {processes} {where} for lack of memory while it ran{_limits(root)}"
 
 
+def memory_left(root: Path = ROOT) -> int | None:
+    """Return the bytes of memory that this process's container, or the machine, has left; None if not shown."""
+    left = [int(kib) * 1024 for kib in [_numbers(root / "proc/meminfo").get("MemAvailable:")] if kib is not None]
+    group = _group(root)
+    for limit_file, used_file in _LIMITS:
+        limit, used = (_number(group / name) if group is not None else None for name in (limit_file, used_file))
+        if group is not None and limit is not None and used is not None:
+            # the content of files that were read counts as used, and is given back when memory is needed
+            left.append(limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
+    return min(left, default=None)
+
+
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Files of a control group with its limit and its use, of version 2 and 1."""
+
+
 def _limits(root: Path) -> str:
     parts = []
     group = _group(root)
-    for name in ("memory.max", "memory.limit_in_bytes"):
+    for name, _ in _LIMITS:
         limit = _number(group / name) if group is not None else None
         if limit is not None and limit < 2**60:
             parts.append(f"limit {limit / _GIB:.1f} GiB")

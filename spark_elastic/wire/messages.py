@@ -533,12 +533,14 @@ class LaunchSpec:
     """Network interfaces that may carry collectives; None for any."""
     agent_ports: tuple[int, int] = (0, 0)
     """The first and the last port at which the agents may listen; (0, 0) for any."""
-    preimport: tuple[str, ...] = ("torch", "torch._dynamo")
+    preimport: tuple[str, ...] = ("torch",)
     """Modules that a worker imports while it waits for its order, see `modules_of`."""
     encrypt: bool = False
     """Whether the channels are encrypted."""
     fetched_bytes: int = 0
     """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
+    keep_workers_s: float = 0.0
+    """Seconds for which an executor keeps a template of workers after the job; 0: none is used."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
@@ -550,7 +552,9 @@ def modules_of(function: bytes) -> tuple[str, ...]:
         return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
     if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
         return ("torch", "keras", "spark_elastic.collective.operations")
-    return ("torch", "torch._dynamo")  # the first optimizer in a process imports torch._dynamo, in 2 s
+    of_estimator = ("spark_elastic.ml.torch.engine",) if b"spark_elastic.ml" in function else ()
+    compiles = ("torch._dynamo",) if b"compile" in function else ()  # or else no worker needs it
+    return ("torch", "spark_elastic.torch", *of_estimator, *compiles)
 
 
 def slowest_import(modules: tuple[str, ...]) -> str:

@@ -54,6 +54,10 @@ class SlotProbe:
         return not self.reports
 
 
+_probed: dict[str, tuple[frozenset[str], SlotProbe]] = {}
+"""By application: the executors at its last probe, and what that has found. `probe` uses it again."""
+
+
 class SparkHostDiscovery:
     """A `HostDiscovery` of a SparkContext's executors.
 
@@ -62,7 +66,7 @@ class SparkHostDiscovery:
 
     def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
         self._sc = sc
-        self._report_slot = report_slot
+        self.report_slot = report_slot
 
     def slots(self) -> cluster.SlotCount:
         return cluster.count_slots(self._sc)
@@ -146,7 +150,8 @@ class SparkHostDiscovery:
         """Run `num_proc` tasks at the same time (a barrier job) and return the report of each.
 
         First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that
-        is too wide for the cluster; then until they are free at the same time.
+        is too wide for the cluster; then until they are free at the same time. The reports of an earlier probe of this
+        application are used again if the executors are the same and as many slots are free at this moment.
 
         Raises:
             NotEnoughSlotsError: After `timeout_s`.
@@ -158,8 +163,12 @@ class SparkHostDiscovery:
         start = clock.monotonic()
         too_few = functools.partial(NotEnoughSlotsError, have=0, need=num_proc, setting="start_timeout")
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
+        application, executors = str(self._sc.applicationId), self._executors()
+        known, found = _probed.get(application, (frozenset[str](), SlotProbe(())))
+        if known == executors and len(found.reports) >= num_proc and self.slots_free() >= num_proc:
+            return SlotProbe(found.reports[:num_proc])
         description = f"spark_elastic: discovery of {num_proc} slots"
-        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self._report_slot), description, barrier=True)
+        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self.report_slot), description, barrier=True)
         said = False
         while not job.over.wait(_POLL_S):
             waited = clock.monotonic() - start
@@ -176,13 +185,17 @@ class SparkHostDiscovery:
         if job.error is None:
             for python, _ in job.rows:
                 refuse_python(python)
-            return SlotProbe(tuple(report for _, report in job.rows))
+            _probed[application] = executors, SlotProbe(tuple(report for _, report in job.rows))
+            return _probed[application][1]
         if (wrong_python := python_error_of(job.error, str(self._sc.pythonExec))) is not None:
             raise wrong_python
         reason = cluster.reason_of_error(job.error)
         if _REFUSED in str(job.error):
             return SlotProbe((), f"barrier mode is refused: {reason}")
         raise too_few(waited_s=clock.monotonic() - start, detail=reason)
+
+    def _executors(self) -> frozenset[str]:
+        return frozenset() if cluster.is_local(self._sc) else frozenset(cluster.executor_ids(self._sc))
 
     def _shape(self, count: cluster.SlotCount) -> str:
         cpus = self._sc.getConf().get("spark.task.cpus", "1")

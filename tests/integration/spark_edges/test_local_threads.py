@@ -208,6 +208,17 @@ def test_probe_reports_the_driver_as_executor(cluster):
     assert probe.reports[0].addresses["lo"][0] == "127.0.0.1"
 
 
+def fails():
+    raise RuntimeError("a task of a probe has run")
+
+
+def test_free_slots_of_the_same_executors_are_not_probed_again(cluster):
+    found = SparkHostDiscovery(cluster.sc, slot_report).probe(4, 30.0)
+    wait_until(lambda: SparkHostDiscovery(cluster.sc, fails).slots_free() == 4, WAIT_S, "all slots are free")
+    assert SparkHostDiscovery(cluster.sc, fails).probe(4, 30.0) == found
+    assert SparkHostDiscovery(cluster.sc, fails).probe(2, 30.0).reports == found.reports[:2]
+
+
 class MayGrow(SparkHostDiscovery):
     """Of a cluster that other executors may join."""
 

@@ -1,0 +1,139 @@
+"""`keep_workers`: a process of each executor that forks the workers of several jobs, and its end."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from spark_elastic import ElasticTorchEstimator, run
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.start import prepare_workers
+from tests.integration.clusters import local_cluster
+from tests.integration.processes import GONE_S, is_running, wait_until
+from tests.integration.spark.conftest import finished, job_processes
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")]
+
+KEEP_S = 8
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2, 1, 1024) as running:
+        yield running
+
+
+def where_it_runs(path=None):
+    """Return this worker's template, its job's key, a variable and the working directory."""
+    import os
+
+    import spark_elastic.torch as hvd
+    from spark_elastic.wire import worker_link
+
+    hvd.init()
+    link = worker_link.current()
+    return os.getppid(), link._key.hex(), os.environ.get("SPARK_ELASTIC_TEST_WORD"), os.getcwd(), os.getpid()
+
+
+def templates(cluster):
+    return {pid for pid, command in job_processes(cluster).items() if "task.main template" in command}
+
+
+def wait_for_end(pids):
+    for pid in pids:
+        wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"process {pid} is gone")
+
+
+def test_next_job_gets_workers_of_the_same_template_and_nothing_else_of_the_first(jobs, cluster):
+    settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
+    first = run(where_it_runs, env={"SPARK_ELASTIC_TEST_WORD": "first"}, **settings)
+    assert len({template for template, *_ in first}) == 2, "each executor has one"
+    began = time.monotonic()
+    second = run(where_it_runs, **settings)
+    print(f"the second call took {time.monotonic() - began:.2f} s")
+    assert {template for template, *_ in second} == {template for template, *_ in first} == templates(cluster)
+    assert {key for _, key, *_ in first}.isdisjoint({key for _, key, *_ in second})
+    assert {word for _, _, word, *_ in first} == {"first"}
+    assert {word for _, _, word, *_ in second} == {None}
+    assert {pid for *_, pid in first}.isdisjoint({pid for *_, pid in second})
+    # the fixture sees that the templates end
+
+
+def test_training_goes_on_without_the_template_of_a_worker(jobs, cluster):
+    job, diary = jobs.train(2, keep_workers=KEEP_S)
+    world = diary.wait_for_world(2)
+    killed = world[0]["agent"]  # its parent
+    assert killed in templates(cluster)
+    os.kill(killed, signal.SIGKILL)
+    world = diary.wait_for_world(2, after=world[0]["round"])
+    assert killed not in {entry["agent"] for entry in world.values()}
+    assert len(finished(job, diary)) == 2
+
+
+def test_worker_that_is_killed_is_replaced_by_the_template(jobs, cluster):
+    job, diary = jobs.train(2, keep_workers=KEEP_S)
+    world = diary.wait_for_world(2)
+    before = {entry["agent"] for entry in world.values()}
+    os.kill(world[1]["pid"], signal.SIGKILL)
+    world = diary.wait_for_world(2, after=world[0]["round"])
+    assert {entry["agent"] for entry in world.values()} == before
+    assert len(finished(job, diary)) == 2
+
+
+def test_template_is_gone_with_its_executor(jobs, cluster):
+    job, diary = jobs.train(2, keep_workers=KEEP_S)
+    world = diary.wait_for_world(2)
+    killed, template = world[0]["pid"], world[0]["agent"]
+    cluster.kill_executor(executor_of_template(cluster, killed))
+    wait_for_end([killed, template])
+    diary.wait_for_world(2, after=world[0]["round"])
+    assert len(finished(job, diary)) == 2
+
+
+def executor_of_template(cluster, worker):
+    """Return the executor of a worker, which is not below it: the template's first argument after its settings."""
+    command = job_processes(cluster)[parent_of(worker)].split()
+    jvm = int(command[command.index("template") + 3].split(",")[0])
+    return next(executor for executor, pid in cluster.executors().items() if pid == jvm)
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
+
+
+def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster):
+    settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
+    prepare_workers(RunCall(where_it_runs, **settings))
+    wait_until(lambda: len(templates(cluster)) == 2, GONE_S, "both executors have a template")
+    prepared = templates(cluster)
+    assert {template for template, *_ in run(where_it_runs, **settings)} == prepared
+
+
+def test_fit_uses_what_the_fit_before_has_kept(jobs, cluster):
+    df = cluster.spark.range(200).selectExpr("cast(id % 2 as float) as x", "cast(id % 2 as int) as y")
+    net = torch.nn.Linear(1, 2)
+    estimator = ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.CrossEntropyLoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        num_proc=2,
+        verbose=0,
+        run_options={"keep_workers": KEEP_S},
+    )
+    estimator.fit(df)
+    kept = templates(cluster)
+    assert len(kept) == 2
+    estimator.fit(df)
+    assert templates(cluster) == kept
+
+
+def test_nothing_is_kept_unless_asked_for(jobs, cluster):
+    pids = [pid for *_, pid in run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0)]
+    assert not templates(cluster)
+    wait_for_end(pids)

@@ -1,0 +1,276 @@
+"""The template of an executor's workers, with the test in the role of their agents and of the executor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.task.worker_process import WorkerProcess
+from spark_elastic.task.worker_template import TemplateAddress, settings_of
+from spark_elastic.wire.messages import LaunchSpec
+from tests.integration.processes import is_running, wait_until
+from tests.unit.task.test_worker_process import Watcher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")
+
+WAIT_S = 30.0
+NO_AGENT = 76
+"""The exit code of a worker whose agent lets go of it before it has a function."""
+
+
+@pytest.fixture
+def executor():
+    """A process in the role of an executor's JVM: its templates end with it."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Agent:
+    """Starts workers through the template of an executor."""
+
+    def __init__(self, executor, keep_s=20.0, env=None, modules=("json",)):
+        self._address = TemplateAddress.of([executor.pid], keep_s)
+        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
+        self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules)
+
+    def start(self):
+        watcher = Watcher()
+        return WorkerProcess(self._order, self._env, watcher, self._address), watcher
+
+    async def started(self):
+        """Return a worker that has been forked or started, its parent, and the watcher of its end."""
+        worker, watcher = self.start()
+        while worker._process.pid is None:
+            await asyncio.sleep(0.01)
+        return worker, parent_of(worker._process.pid), watcher
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def live(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, WAIT_S))
+
+
+async def ended(watcher):
+    return await watcher.exit_code
+
+
+def wait_for_end(pid):
+    wait_until(lambda: not is_running(pid), WAIT_S, f"process {pid} is gone")
+
+
+def test_workers_of_one_job_and_of_the_next_have_the_same_template(executor):
+    async def jobs():
+        found = []
+        for _ in range(2):
+            (one, parent, first), (two, other, second) = await asyncio.gather(
+                Agent(executor).started(), Agent(executor).started()
+            )
+            found += [parent, other]
+            for worker, watcher in ((one, first), (two, second)):
+                worker.release()
+                assert await ended(watcher) == NO_AGENT
+        return found
+
+    parents = live(jobs())
+    assert len(set(parents)) == 1
+    assert parents[0] != os.getpid()
+    executor.kill()
+    wait_for_end(parents[0])
+
+
+def test_template_ends_when_nobody_has_needed_it_for_the_given_time(executor):
+    async def job():
+        worker, template, watcher = await Agent(executor, keep_s=0.5).started()
+        await asyncio.sleep(3)
+        assert is_running(template), "it has a worker"
+        worker.release()
+        await ended(watcher)
+        return template
+
+    wait_for_end(live(job()))
+
+
+def test_killed_worker_is_reported_with_its_signal_and_leaves_the_template(executor):
+    async def job():
+        worker, template, watcher = await Agent(executor).started()
+        worker.kill()
+        assert await ended(watcher) == -signal.SIGKILL
+        worker, again, watcher = await Agent(executor).started()
+        os.kill(worker._process.pid, signal.SIGTERM)
+        assert await ended(watcher) == -signal.SIGTERM
+        return template, again
+
+    template, again = live(job())
+    assert template == again
+
+
+def test_worker_dies_with_its_template(executor):
+    async def job():
+        worker, template, watcher = await Agent(executor).started()
+        os.kill(template, signal.SIGKILL)
+        assert await ended(watcher) == -signal.SIGKILL
+        return worker._process.pid
+
+    wait_for_end(live(job()))
+
+
+AGENT = """
+import asyncio, json, os, sys
+from tests.unit.task.test_worker_template import Agent
+class Executor: pid = int(sys.argv[1])
+async def main():
+    worker, template, _ = await Agent(Executor).started()
+    os.kill(worker._process.pid, 19)  # stopped: it cannot notice anything itself
+    print(worker._process.pid, template, flush=True)
+    await asyncio.sleep(300)
+asyncio.run(main())
+"""
+
+
+def agent_with_stopped_worker(executor):
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(executor.pid)], stdout=subprocess.PIPE, text=True)
+    worker, template = map(int, agent.stdout.readline().split())
+    return agent, worker, template
+
+
+def test_worker_dies_with_its_agent_and_the_template_stays(executor):
+    agent, worker, template = agent_with_stopped_worker(executor)
+    agent.kill()
+    wait_for_end(worker)
+    assert is_running(template)
+    agent.wait()
+    agent.stdout.close()
+
+
+def test_template_and_workers_die_with_the_executor(executor):
+    agent, worker, template = agent_with_stopped_worker(executor)
+    executor.kill()
+    wait_for_end(worker)
+    wait_for_end(template)
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+
+
+def test_job_with_another_environment_gets_another_template_and_the_old_one_ends(executor):
+    async def jobs():
+        first, old, watcher_of_first = await Agent(executor).started()
+        worker, new, watcher = await Agent(executor, env={"OMP_NUM_THREADS": "7"}).started()
+        environment = Path(f"/proc/{new}/environ").read_bytes().split(b"\0")
+        assert is_running(old), "it has a worker"
+        for each, its_watcher in ((worker, watcher), (first, watcher_of_first)):
+            each.release()
+            assert await ended(its_watcher) == NO_AGENT
+        return old, new, environment
+
+    old, new, environment = live(jobs())
+    assert old != new
+    assert b"OMP_NUM_THREADS=7" in environment
+    wait_for_end(old)
+    assert is_running(new)
+
+
+def test_variables_that_are_read_late_do_not_need_another_template():
+    base = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    assert settings_of(base) == settings_of({**base, "CUDA_VISIBLE_DEVICES": "1", "SPARK_ELASTIC_DEVICE": "cpu"})
+    assert settings_of(base) != settings_of({**base, "OMP_NUM_THREADS": "1"})
+
+
+def test_framework_with_threads_has_no_template():
+    assert TemplateAddress.of([1], 60.0, ["torch", "spark_elastic.torch"]) is not None
+    assert TemplateAddress.of([1], 60.0, ["torch", "tensorflow", "keras"]) is None
+    assert TemplateAddress.of([1], 0.0, ["torch"]) is None
+
+
+def test_packages_that_are_installed_need_another_template(tmp_path):
+    packages, results = tmp_path / "site-packages", tmp_path / "results"
+    packages.mkdir()
+    results.mkdir()
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (packages, results)))}
+    before = settings_of(env)
+    os.utime(results, (1, 1))
+    assert settings_of(env) == before
+    os.utime(packages, (1, 1))
+    assert settings_of(env) != before
+
+
+def test_module_that_starts_a_thread_is_not_forked(executor, tmp_path):
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    async def job():
+        worker, parent, watcher = await Agent(executor, env={"PYTHONPATH": path}, modules=("threaded",)).started()
+        worker.kill()
+        await ended(watcher)
+        return parent
+
+    assert live(job()) == os.getpid()
+
+
+def test_worker_is_started_without_a_template_that_does_not_come_up(executor, tmp_path):
+    (tmp_path / "fatal.py").write_text("import os, sys\nif 'template' in sys.argv: os._exit(3)")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    async def job():
+        worker, parent, watcher = await Agent(executor, env={"PYTHONPATH": path}, modules=("fatal",)).started()
+        worker.release()
+        assert await ended(watcher) == NO_AGENT
+        return parent
+
+    assert live(job()) == os.getpid()
+
+
+def test_template_holds_no_pipe_of_a_worker(executor):
+    """What goes through those pipes is the job's key, among others."""
+
+    async def job():
+        worker, template, watcher = await Agent(executor).started()
+        open_there = []
+        for name in os.listdir(f"/proc/{template}/fd"):
+            with contextlib.suppress(OSError):
+                open_there.append(os.readlink(f"/proc/{template}/fd/{name}"))
+        worker.release()
+        await ended(watcher)
+        return open_there
+
+    assert [each for each in live(job()) if each.startswith("pipe:")] == []
+
+
+def test_forked_workers_draw_other_random_numbers(executor, tmp_path):
+    (tmp_path / "drawing.py").write_text("""
+import os, random, sys
+import numpy
+def show():
+    print("drawn", os.getpid(), random.random(), numpy.random.rand(), flush=True)
+main = sys.modules["__main__"]
+load, main._take_stdin = main._take_stdin, lambda: (lambda control: (show(), control)[1])(load())
+""")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    async def job():
+        lines = []
+        for _ in range(2):
+            worker, _, watcher = await Agent(executor, env={"PYTHONPATH": path}, modules=("drawing",)).started()
+            worker.release()
+            await ended(watcher)
+            lines += [line.split() for line in watcher.lines if line.startswith("drawn")]
+        return lines
+
+    one, two = live(job())
+    assert one[1] != two[1]
+    assert one[2] != two[2]
+    assert one[3] != two[3]
