@@ -46,6 +46,10 @@ class TensorFlowSteps:
         """Return the number of steps reduced here that were applied, or that all members skipped."""
         return self._applied.read_value()
 
+    def set_applied(self, count: Any) -> None:
+        """Set the number that `applied` returns."""
+        self._applied.assign(count)
+
     def build(self, variables: Sequence[Any]) -> None:
         """Create the accumulators of the variables' gradients."""
         if self.passes == 1 or self._sums:

@@ -20,6 +20,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.batches import Shares, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
 
@@ -148,29 +149,6 @@ class ElasticCallback(CommitStateCallback):
         super().__init__(state, batches_per_commit)
 
 
-Indices = npt.NDArray[np.int64]
-
-
-def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int) -> Indices:
-    """Return the rows of one batch that a member takes, at least one.
-
-    The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
-    rows of a part in turns. If a part has fewer rows than there are members, two members take the same row.
-
-    Args:
-        order: The order of the epoch's rows.
-        batch: The number of the batch, from 0.
-        batches: The number of batches in the epoch.
-        rank: The rank of the member.
-        size: The number of members.
-    """
-    first, last = batch * order.rows // batches, (batch + 1) * order.rows // batches
-    mine = np.arange(first + rank, last, size, dtype=np.int64)
-    if not mine.size:
-        mine = np.array([first + rank % (last - first)], dtype=np.int64)
-    return order[mine]
-
-
 class ElasticDataset(DataAdapter):  # type: ignore[misc]
     """A dataset of arrays for `model.fit`: one member trains each row once an epoch, however often the world changes.
 
@@ -226,65 +204,58 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self.shuffle = shuffle
         self.seed = seed
         self.num_batches = -(-self.rows // batch_size)
-        self._mine: list[Indices] = []
-        self._variables: tuple[Any, Any] | None = None
-        self._pipeline: Any = None
+        self._mine = Shares(np.empty(0, np.int64), np.zeros(1, np.int64))
+        self._batches: TensorFlowBatches | None = None
         session = session_of(state)
-        session.dataset = self.get_tf_dataset
+        session.first_batch = self._first_batch
+        session.no_batch = self._no_batch
         session.global_batch = batch_size
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def rows_left(self) -> list[Indices]:
+    def rows_left(self) -> Shares:
         """Return this member's rows of each remaining batch of the state's epoch."""
+        return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
+
+    def _dealt(self, epoch: int, batches: range) -> Shares:
         position = process.require()
-        order = EpochOrder(self.rows, self.seed, self.state.epoch, self.shuffle)
-        left = range(min(self.state.batch, self.num_batches), self.num_batches)
-        return [batch_rows(order, batch, self.num_batches, position.rank, position.size) for batch in left]
+        order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
+        return deal(order, batches, self.num_batches, position.rank, position.size)
+
+    def _first_batch(self, *, with_end: bool) -> Any:
+        """Return an iterator whose next element is a batch of the training data, to run a step with in advance."""
+        batches = self.get_tf_dataset()
+        batches.set_rows(self._dealt(0, range(1)), with_end=with_end)
+        return iter(batches)
+
+    def _no_batch(self) -> Any:
+        """Return an iterator over no batch, with the types of the training data, to trace a step with."""
+        batches = self.get_tf_dataset()
+        batches.set_rows(self._dealt(0, range(0)), with_end=True)
+        return iter(batches)
 
     # --- called by Keras ------------------------------------------------------------------------
 
     def on_epoch_begin(self) -> None:
         self._mine = self.rows_left()
         session_of(self.state).nothing_left = not self._mine
-        if self._variables is not None:
-            rows, ends = self._variables
-            rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
-            ends.assign(np.cumsum([0, *map(len, self._mine)], dtype=np.int64))
         # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that
         # counts them
         counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
+        if self._batches is not None:
+            # an execution of several steps ends early where the iterator does
+            one_by_one = counting is not None and counting.steps_per_execution == 1
+            self._batches.set_rows(self._mine, with_end=not one_by_one)
         if counting is not None:
             counting._num_batches = len(self._mine)
             if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
-        if self._pipeline is None:  # once: tracing its functions takes longer than the rest of entering `fit` again
-            self._pipeline = self._made_pipeline()
-        return self._pipeline
-
-    def _made_pipeline(self) -> Any:
-        import tensorflow as tf
-
-        rows = tf.Variable(np.empty(0, np.int64), shape=[None], trainable=False)
-        ends = tf.Variable(np.zeros(1, np.int64), shape=[None], trainable=False)
-        self._variables = rows, ends
-        tensors = keras.tree.map_structure(tf.constant, self._arrays)
-
-        def batch_at(number: Any) -> Any:
-            limits = ends.read_value()
-            mine = rows.read_value()[limits[number] : limits[number + 1]]
-            return keras.tree.map_structure(lambda tensor: tf.gather(tensor, mine), tensors)
-
-        def numbers_of_batches(_: Any) -> Any:
-            return tf.data.Dataset.range(tf.size(ends.read_value(), out_type=tf.int64) - 1)
-
-        plain = tf.autograph.experimental.do_not_convert
-        # the variables are read when an epoch begins, not when this is made
-        numbers = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches))
-        return numbers.map(plain(batch_at)).prefetch(2)
+        if self._batches is None:
+            self._batches = TensorFlowBatches(self._arrays)
+        return self._batches
 
     def get_torch_dataloader(self) -> Any:
         return _TorchBatches(self)

@@ -347,8 +347,10 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.dataset: Callable[[], Any] | None = None
-        """A function that returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
+        self.first_batch: Callable[..., Any] | None = None
+        """A function that returns an iterator over a batch of the dataset of `fit`; None if that dataset is unknown."""
+        self.no_batch: Callable[[], Any] | None = None
+        """A function that returns an iterator over no batch, of the same types."""
         self.global_batch: int | None = None
         """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from spark_elastic.collective import fused
@@ -12,9 +13,10 @@ from spark_elastic.elastic.plain_values import CountingProbe
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.keras import backend
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.fit_session import FitCallbacks, FitSession
-from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
+from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler, handler_for
 from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps, save_new
 from spark_elastic.keras.optimizer import reduces
 
@@ -284,20 +286,45 @@ class KerasSteps(OptimizerSteps):
     # --- the loop -------------------------------------------------------------------------------
 
     def before_joining(self) -> None:
-        """Trace the train step in advance, by running it on an empty dataset."""
+        """Trace the train step and run it once, on rows of the training data; the values are as before afterwards.
+
+        A graph's first run creates kernels and threads, which takes longer than the steps that follow.
+        """
         model = self._state.__dict__.get("model")
-        dataset = self.fit.dataset
-        if BACKEND != "tensorflow" or dataset is None or getattr(model, "optimizer", None) is None:
+        session = self.fit
+        if BACKEND != "tensorflow" or session.first_batch is None or session.no_batch is None:
             return
-        if model.run_eagerly:
+        if getattr(model, "optimizer", None) is None or model.run_eagerly:
             return
         self.snapshots.wrap()
         try:
             model.make_train_function()
-            _run_without_batches(model.train_function, dataset())
+            if model.built and model.optimizer.built:
+                with self._state._frontend.alone(), self._values_kept(model):
+                    model.train_function(session.first_batch(with_end=model.steps_per_execution > 1))
+            else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
+                _trace(model.train_function, session.no_batch())
         except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
-            log.info("the train step could not be traced before joining: %s", error)
+            log.info("the train step could not be run before joining: %s", error)
             model.train_function = None
+
+    @contextmanager
+    def _values_kept(self, model: Any) -> Iterator[None]:
+        """Put the variables of the state back, which a step in this context changes, and the model's metrics."""
+        handlers = self._handlers.of(VariablesHandler).values()
+        variables = [each for handler in handlers for each in handler.variables()]
+        copies = backend.copy_values(variables)
+        applied = [(steps, steps.applied()) for steps in self.snapshots.reducing()]
+        try:
+            yield
+        finally:
+            backend.restore_values(variables, copies)
+            for steps, count in applied:
+                steps.drop()
+                steps.set_applied(count)
+            for metric in model.metrics:  # the first step may have made some of their variables
+                metric.reset_state()
+            self.snapshots.discard()
 
     def loop_over(self) -> None:
         self._state.fit_callbacks.over()
@@ -309,11 +336,11 @@ class KerasSteps(OptimizerSteps):
             self._own_loop.begin()
 
 
-def _run_without_batches(train_function: Callable[[Any], Any], dataset: Any) -> None:
-    """Trace a train function of TensorFlow; `dataset` has the element types of the training data, and no batch."""
+def _trace(train_function: Callable[[Any], Any], nothing: Any) -> None:
+    """Trace a train function of TensorFlow; the iterator `nothing` has the types of the training data, and no batch."""
     import tensorflow as tf
 
     try:
-        train_function(iter(dataset))
+        train_function(nothing)
     except (StopIteration, tf.errors.OutOfRangeError):
         pass

@@ -1,0 +1,62 @@
+"""Which rows a member takes, and the tensors of them when the rows change while batches are read ahead."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.order.permutation import EpochOrder
+from spark_elastic.keras.elastic.batches import Shares, TensorFlowBatches, deal
+
+
+@pytest.mark.parametrize(("rows", "batches", "size"), [(90, 10, 3), (7, 7, 3), (11, 3, 5), (64, 1, 1), (5, 2, 4)])
+def test_members_share_each_batch_and_each_has_a_row(rows, batches, size):
+    order = EpochOrder(rows, 3, 1)
+    whole = order[np.arange(rows)]
+    members = [deal(order, range(batches), batches, rank, size) for rank in range(size)]
+    for number in range(batches):
+        part = whole[number * rows // batches : (number + 1) * rows // batches].tolist()
+        taken = [shares[number].tolist() for shares in members]
+        assert all(taken)
+        assert {row for each in taken for row in each} == set(part)
+        if len(part) >= size:
+            assert sorted(row for each in taken for row in each) == sorted(part)
+            assert taken == [part[rank::size] for rank in range(size)]
+
+
+def test_batches_that_are_left_are_those_of_the_whole_epoch():
+    order = EpochOrder(90, 3, 1)
+    every = deal(order, range(10), 10, 1, 3)
+    left = deal(order, range(4, 10), 10, 1, 3)
+    assert [rows.tolist() for rows in left] == [rows.tolist() for rows in every[4:]]
+    assert len(deal(order, range(10, 10), 10, 1, 3)) == 0
+
+
+def shares_of(*batches):
+    edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
+    return Shares(np.array([row for batch in batches for row in batch], np.int64), edges)
+
+
+def test_batches_that_were_read_ahead_are_dropped_when_the_rows_change():
+    batches = TensorFlowBatches((np.arange(10), np.arange(10) * 2))
+    for first, read_ahead in [(0, 0.05), (3, 0.0), (5, 0.05), (6, 0.0)]:
+        batches.set_rows(shares_of([first, first + 1], [first + 2], [first + 3]), with_end=False)
+        iterator = iter(batches)
+        assert [x.numpy().tolist() for x, _ in (next(iterator), next(iterator))] == [[first, first + 1], [first + 2]]
+        time.sleep(read_ahead)  # either way is right; with it, the old batches are surely waiting
+    batches.set_rows(shares_of(), with_end=False)
+    batches.set_rows(shares_of([4]), with_end=False)
+    x, y = next(iter(batches))
+    assert (x.numpy().tolist(), y.numpy().tolist()) == ([4], [8])
+
+
+def test_an_iterator_with_an_end_has_the_same_batches_and_ends():
+    batches = TensorFlowBatches(np.arange(10))
+    batches.set_rows(shares_of([1, 2], [7]), with_end=True)
+    assert [each.numpy().tolist() for each in batches] == [[1, 2], [7]]
+    batches.set_rows(shares_of([5]), with_end=False)
+    assert next(iter(batches)).numpy().tolist() == [5]
+    batches.set_rows(shares_of(), with_end=True)
+    assert list(batches) == []
