@@ -76,7 +76,7 @@ class _Pickler(cloudpickle.Pickler):
                 arguments = compiling.compiled_with(value) if self._compiled else {}
                 optimizer = compiling.values_of(value.optimizer) if arguments else None
                 return load_model, (file, objects_of(serialization.archive_config(file)), arguments, optimizer)
-            config = keras.saving.serialize_keras_object(value)
+            config = serialization.config_of(value)
             return load_object, (config, objects_of(config))
         if isinstance(value, keras.losses.Loss):  # an object without a state, whose configuration may be incomplete
             return object.__new__, (type(value),), dict(vars(value))

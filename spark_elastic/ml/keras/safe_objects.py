@@ -21,7 +21,13 @@ from spark_elastic.ml import callbacks as own_callbacks
 from spark_elastic.ml import trust
 from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
-from spark_elastic.ml.keras.serialization import archive_config, custom_names, model_from_archive, model_to_archive
+from spark_elastic.ml.keras.serialization import (
+    archive_config,
+    config_of,
+    custom_names,
+    model_from_archive,
+    model_to_archive,
+)
 
 SUFFIX = "zip"
 _TREE = "objects.json"
@@ -104,7 +110,7 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
     home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
     if home.partition(".")[0] != "keras":
         raise _NeedsTrustError
-    config = keras.saving.serialize_keras_object(value)
+    config = config_of(value)
     _only_of_keras(value, config)
     return {"keras": config}
 

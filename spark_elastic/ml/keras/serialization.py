@@ -211,6 +211,22 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
     return made
 
 
+def config_of(value: Any) -> Any:
+    """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
+
+    Keras 3.15 leaves out `delta` of Huber and `axis` of some others, and would load them with their defaults. An
+    argument that has its default stays out, so that the configuration is the one that earlier versions have stored.
+    """
+    config = keras.saving.serialize_keras_object(value)
+    arguments = getattr(value, "_fn_kwargs", None)
+    if type(value).__module__.partition(".")[0] == "keras" and isinstance(arguments, Mapping):
+        accepted = inspect.signature(type(value).__init__).parameters
+        for name, each in arguments.items():
+            if name in accepted and each != accepted[name].default:
+                config["config"].setdefault(name, keras.saving.serialize_keras_object(each))
+    return config
+
+
 def is_builtin(function: str) -> bool:
     """Return whether Keras has a function of this name in the modules where it looks up names in configurations."""
     places = (keras.activations, keras.initializers, keras.losses, keras.metrics, keras.regularizers, keras.constraints)
@@ -305,7 +321,7 @@ def comparable_config(value: Any) -> Any:
         return value
     own = {} if type(value).__module__.partition(".")[0] == "keras" else _own_attributes(value)
     is_model = isinstance(value, keras.Model)
-    config = architecture(value) if is_model else keras.saving.serialize_keras_object(value)
+    config = architecture(value) if is_model else config_of(value)
     return _numbered(config, {}) | own
 
 

@@ -1,0 +1,47 @@
+"""Losses and metrics of Keras come back with all of their arguments, also with those that Keras leaves out."""
+
+from __future__ import annotations
+
+import pytest
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("tensorflow")
+
+from spark_elastic.ml.keras import pickling, safe_objects  # noqa: E402
+from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
+from spark_elastic.ml.keras.serialization import comparable_config  # noqa: E402
+
+WITH_ARGUMENTS = [
+    (keras.losses.Huber, {"delta": 2.5}),
+    (keras.losses.CosineSimilarity, {"axis": 1}),
+    (keras.losses.SparseCategoricalCrossentropy, {"axis": 1, "from_logits": True, "ignore_class": 3}),
+    (keras.losses.CategoricalCrossentropy, {"label_smoothing": 0.1}),
+    (keras.metrics.CosineSimilarity, {"axis": 1}),
+    (keras.metrics.SparseTopKCategoricalAccuracy, {"k": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), WITH_ARGUMENTS)
+def test_arguments_survive_saving_without_trust_and_pickling(kind, arguments):
+    made = kind(**arguments)
+    file = safe_objects.dumps({"loss": [made]})
+    assert file is not None
+    for loaded in (safe_objects.loads(file)["loss"][0], KerasPickle.of(made).load()):
+        assert type(loaded) is kind
+        for name, value in arguments.items():
+            assert loaded._fn_kwargs[name] == value
+
+
+@pytest.mark.parametrize(("kind", "arguments"), WITH_ARGUMENTS)
+def test_other_arguments_are_another_configuration(kind, arguments):
+    assert comparable_config(kind(**arguments)) == comparable_config(kind(**arguments))
+    assert comparable_config(kind(**arguments)) != comparable_config(kind())
+
+
+def test_a_model_is_saved_with_the_arguments_of_its_loss():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.Huber(delta=3.0), metrics=[keras.metrics.CosineSimilarity(axis=1)])
+    file = safe_objects.dumps(model)
+    assert file is not None
+    for loaded in (safe_objects.loads(file), pickling.pickle.loads(pickling.dumps(model, compiled=True))):
+        assert loaded.loss._fn_kwargs["delta"] == 3.0
