@@ -17,7 +17,7 @@ from spark_elastic.data.order.permutation import EpochOrder
 Indices = npt.NDArray[np.int64]
 
 
-class Shares(Sequence[Indices]):
+class DealtRows(Sequence[Indices]):
     """A member's rows of several batches, each an array.
 
     Args:
@@ -43,7 +43,7 @@ class Shares(Sequence[Indices]):
         return self.rows[self.edges[first] : self.edges[first + 1]]
 
 
-def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> Shares:
+def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> DealtRows:
     """Return the rows that a member takes of some batches, at least one of each.
 
     The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
@@ -63,7 +63,7 @@ def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> 
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     # all at once: the order of a thousand rows costs little more than that of ten
     within = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1], counts)
-    return Shares(order[np.repeat(firsts, counts) + size * within], edges)
+    return DealtRows(order[np.repeat(firsts, counts) + size * within], edges)
 
 
 class TensorFlowBatches:
@@ -91,7 +91,7 @@ class TensorFlowBatches:
             self._begun = tf.Variable(np.zeros(2, np.int64), trainable=False)
             """The change whose batches are read at present, and the element at which they begin."""
 
-    def set_rows(self, shares: Shares, *, with_end: bool) -> None:
+    def set_rows(self, shares: DealtRows, *, with_end: bool) -> None:
         """Make the next batches those of `shares`.
 
         Args:

@@ -20,7 +20,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.batches import Shares, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
 
@@ -204,7 +204,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self.shuffle = shuffle
         self.seed = seed
         self.num_batches = -(-self.rows // batch_size)
-        self._mine = Shares(np.empty(0, np.int64), np.zeros(1, np.int64))
+        self._mine = DealtRows(np.empty(0, np.int64), np.zeros(1, np.int64))
         self._batches: TensorFlowBatches | None = None
         session = session_of(state)
         session.first_batch = self._first_batch
@@ -214,11 +214,11 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     def __len__(self) -> int:
         return self.num_batches
 
-    def rows_left(self) -> Shares:
+    def rows_left(self) -> DealtRows:
         """Return this member's rows of each remaining batch of the state's epoch."""
         return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
 
-    def _dealt(self, epoch: int, batches: range) -> Shares:
+    def _dealt(self, epoch: int, batches: range) -> DealtRows:
         position = process.require()
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
         return deal(order, batches, self.num_batches, position.rank, position.size)

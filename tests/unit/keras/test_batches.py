@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.order.permutation import EpochOrder
-from spark_elastic.keras.elastic.batches import Shares, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
 
 
 @pytest.mark.parametrize(("rows", "batches", "size"), [(90, 10, 3), (7, 7, 3), (11, 3, 5), (64, 1, 1), (5, 2, 4)])
@@ -36,7 +36,7 @@ def test_batches_that_are_left_are_those_of_the_whole_epoch():
 
 def shares_of(*batches):
     edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
-    return Shares(np.array([row for batch in batches for row in batch], np.int64), edges)
+    return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)
 
 
 def test_batches_that_were_read_ahead_are_dropped_when_the_rows_change():
