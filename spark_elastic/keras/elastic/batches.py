@@ -111,7 +111,7 @@ class TensorFlowBatches:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._has_end:
-            return self._endless  # type: ignore[no-any-return]
+            return self._endless
         if self._with_end is None:  # made once: tracing its functions takes longer than entering `fit`
             self._with_end = self._dataset_with_end()
         return iter(self._with_end)
