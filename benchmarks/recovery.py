@@ -203,7 +203,7 @@ def main() -> None:
     limits = {"worker": (150.0, 500.0, None), "executor": (None, None, None), "stop": silent, "link": silent}
     p50, p99, most = limits[args.fault]
     if args.framework == "keras" and args.fault == "worker":
-        p50, p99 = 250.0, None
+        p50, p99 = 80.0, None
     series = [
         Series(f"{args.fault} -> next step, {kind}", values, "ms", target_p50=p50, target_p99=p99, target_max=most)
         for kind, values in figures.to_next_step.items()
@@ -211,7 +211,8 @@ def main() -> None:
     if figures.from_worker_death:
         series.append(Series("JVM's death -> worker's death", figures.worker_outlives_jvm, "ms", target_max=300.0))
         series.append(Series("worker's death -> next step", figures.from_worker_death, "ms", target_p50=100.0))
-    series.append(Series("newcomer joins: pause", figures.join_pause, "ms", target_p50=100.0))
+    join = 60.0 if args.framework == "keras" else 100.0
+    series.append(Series("newcomer joins: pause", figures.join_pause, "ms", target_p50=join))
     series.append(Series("fault -> full strength", figures.full_strength_s, "s"))
     if figures.executor_start_s:
         parts = zip(figures.full_strength_s, figures.executor_start_s, figures.import_s, strict=True)
