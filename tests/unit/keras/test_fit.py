@@ -99,19 +99,14 @@ def dies_at_reduction(number):
     FusedReduction.__call__ = reduce
 
 
-def train(dies, where="begin", passes=1, compile_options=None, kind="KerasState", **state_options):
-    """Workers in `dies` kill themselves at (epoch, batch); `kind`: the class of the state."""
+def train(dies, where="begin", passes=1, compile_options=None, **state_options):
+    """Workers in `dies` kill themselves at (epoch, batch)."""
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.05, momentum=0.9), backward_passes_per_step=passes, average_aggregated_gradients=True
     )
     model = compiled(build(), optimizer, **(compile_options or {}))
-    if kind == "KerasState":
-        state = KerasState(model, batch=0, epoch=0, **state_options)
-    else:
-        from spark_elastic.tensorflow.elastic import TensorFlowState
-
-        state = TensorFlowState(model=model, batch=0, epoch=0, **state_options)
+    state = KerasState(model, batch=0, epoch=0, **state_options)
     dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
     ends = Ends()
     mine = dies.get(link().worker)
@@ -208,16 +203,6 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
         # the loss is counted before the reduction that fails and the accuracy beside it
         assert result["counted"] == result["hits"]
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
-
-
-def test_a_killed_worker_costs_a_state_of_tensorflow_no_step_either():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {2: (0, 5)}, "begin", 1, {}, "TensorFlowState", count=3)
-        results = driver.results(2)
-    check(results, 2)
-    for result in results:
-        assert max(result["seen"]) <= EPOCHS
-    assert results[0]["model"] == pytest.approx(undisturbed(1)["model"], abs=2e-3)
 
 
 class Two(keras.Model):
