@@ -11,11 +11,15 @@ import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 
+from spark_elastic.collective import peer_memory
 from spark_elastic.collective.calls import agree, as_bytes
+from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
@@ -125,9 +129,13 @@ class StateHandler:
         self._light = self.light()
         layout, tensors = self.present()
         if layout != self._layout or [copy.device for copy in self._copies] != [each.device for each in tensors]:
-            self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
+            self._copies = [self._new_like(tensor) for tensor in tensors]
             self._layout = layout
         copy_all(self._copies, tensors)
+
+    def _new_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for a copy of this one, with any values."""
+        return torch.empty_like(tensor, memory_format=torch.preserve_format)
 
     def restore(self) -> None:
         """Return to the last `save`."""
@@ -229,11 +237,19 @@ class Handlers:
         """True if a value is built later and has no tensors until then."""
         return any(handler.awaits_build() for handler in self.by_name.values())
 
-    def sync(self, root: int, extra: Any, *, staged: bool, known: Descriptions | None = None) -> Any:
+    def sync(
+        self,
+        root: int,
+        extra: Any,
+        *,
+        staged: bool,
+        known: Descriptions | None = None,
+        holds: bool | None = None,
+    ) -> Any:
         """Take over the values of the member of rank `root`, and return its `extra`; see `take_over`."""
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
-        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known)
+        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known, holds=holds)
         for name in own:
             self.by_name[name].sync()
         self.plain.assign(values)
@@ -261,12 +277,7 @@ class Handlers:
     def describe(self) -> Descriptions:
         """Return a description of the tensors of each value whose handler does not override `sync`."""
         own = self.with_own_sync
-        out: Descriptions = {}
-        for name, handler in self.by_name.items():
-            if name not in own:
-                layout, tensors = handler.present()
-                out[name] = handler.identities(layout), [digest(tensor) for tensor in tensors]
-        return out
+        return describe({name: handler for name, handler in self.by_name.items() if name not in own})
 
     def agree_that_equal(self, known: Descriptions) -> bool:
         """Return True if all members hold the same values; `known`: the result of `describe` on this member."""
@@ -289,6 +300,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
             torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])
 
 
+def describe(handlers: Mapping[str, StateHandler]) -> Descriptions:
+    """Return a description of the tensors of each value."""
+    out: Descriptions = {}
+    for name, handler in handlers.items():
+        layout, tensors = handler.present()
+        out[name] = handler.identities(layout), [digest(tensor) for tensor in tensors]
+    return out
+
+
 def take_over(
     handlers: Mapping[str, StateHandler],
     root: int,
@@ -296,6 +316,7 @@ def take_over(
     staged: bool = False,
     process_set: ProcessSet = global_process_set,
     known: Descriptions | None = None,
+    holds: bool | None = None,
 ) -> Any:
     """Set the values of all members to those of `root`: broadcast all metadata at once, then the tensors in few parts.
 
@@ -308,6 +329,9 @@ def take_over(
         process_set: The members.
         known: The descriptions of this member's tensors, if most tensors are probably equal on all members: only those
             that differ on some member are sent. Implies `staged`.
+        holds: At the beginning of a world, instead of `known`: True if this member probably holds the root's values. It
+            compares its tensors with the root's. Those that hold other values read the root's memory meanwhile, if they
+            are on its host. None: every member receives all tensors.
 
     Returns:
         The root's `extra`.
@@ -320,41 +344,99 @@ def take_over(
     if group is None:
         return extra
     am_root = group.rank == process_set.set_rank_of(root)
-    offer = None
-    if am_root:
-        offer = ({name: (h.layout(), h.light(), h.metadata()) for name, h in handlers.items()}, known, extra)
-    values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
-    layouts = {name: layout for name, (layout, _, _) in values.items()}
-    wanted = None
-    if known is not None:
-        wanted = _differing(layouts, known, theirs)
-        if wanted.numel():
-            group.wait(group.allreduce(wanted, Max.gloo))
-    chosen = _chosen(handlers, layouts, wanted)
+    holders = [known is not None] * group.size if holds is None else _holders(group, holds or am_root)
+    mine = handlers if am_root else {}
+    offering = am_root and holds is not None and not all(holders)
+    layouts = {name: handler.layout() for name, handler in mine.items()}
+    # a `staged` handler makes copies, which nobody could read at the next call
+    shared = [t for name, h in mine.items() if offering and not h.staged for t in h.tensors(layouts[name])]
+    with peer_memory.offered(shared) if offering else nullcontext() as memory:
+        offer = None
+        if am_root:
+            offer = ({name: (layouts[name], h.light(), h.metadata()) for name, h in mine.items()}, known, extra, memory)
+        values, theirs, extra, memory = broadcast_object(offer, root, process_set=process_set)
+        layouts = {name: layout for name, (layout, _, _) in values.items()}
+        holding, compared = holders[group.rank], holds is not None and sum(holders) > 1
+        wanted = torch.zeros(sum(map(len, layouts.values())), dtype=torch.uint8)
+        arriving: dict[str, list[torch.Tensor]] = {}
+        if not am_root:
+            for name, (layout, _, metadata) in values.items():
+                handlers[name].prepare(layout, metadata)
+                if not holding:
+                    arriving[name] = _targets(handlers[name], layout, staged)
+        if not holding:
+            wanted.fill_(1)
+            if memory is not None and _is_on_my_host(root):
+                wanted = _read(memory, handlers, layouts, arriving, group)
+        elif compared:
+            known = describe(handlers)
+        if compared:
+            theirs = broadcast_object(known, root, process_set=process_set)
+        if holding and not am_root:
+            assert known is not None
+            wanted = _differing(layouts, known, theirs)
+        selective = known is not None or holds is not None
+        if selective and wanted.numel():
+            group.wait(group.allreduce(wanted, Max.gloo))  # after this, no member reads the root's memory
+    chosen = _chosen(handlers, layouts, wanted if selective else None)
     if am_root:
         own = {name: handlers[name].tensors(layouts[name]) for name, numbers in chosen.items() if numbers}
         broadcast_tensors([tensors[n] for name, tensors in own.items() for n in chosen[name]], root, process_set)
         return extra
-    arriving: dict[str, list[torch.Tensor]] = {}
-    for name, (layout, _, metadata) in values.items():
-        handler = handlers[name]
-        handler.prepare(layout, metadata)
-        if staged or known is not None or handler.staged:
-            arriving[name] = [torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]]
-        else:
-            arriving[name] = handler.tensors(layout)
-    broadcast_tensors([tensor for tensors in arriving.values() for tensor in tensors], root, process_set)
+    for name, layout in layouts.items():
+        if holding:
+            fresh = {n: torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]}
+            arriving[name] = [fresh.get(n, _NOTHING) for n in range(len(layout))]
+    broadcast_tensors([arriving[name][n] for name in layouts for n in chosen[name]], root, process_set)
     for name, layout in layouts.items():
         handler = handlers[name]
-        if len(chosen[name]) < len(layout):
+        if len(chosen[name]) < len(layout) and holding:
             if chosen[name]:
                 own_tensors = handler.tensors(layout)
-                copy_all([own_tensors[n] for n in chosen[name]], arriving[name])
-        elif staged or known is not None or handler.staged:
+                copy_all([own_tensors[n] for n in chosen[name]], [arriving[name][n] for n in chosen[name]])
+        elif holding or staged or handler.staged:
             handler.fill(layout, arriving[name])
     for name, (_, light, _) in values.items():
         handlers[name].set_light(light)
     return extra
+
+
+_NOTHING = torch.empty(0)
+
+
+def _holders(group: GlooGroup, holds: bool) -> list[bool]:
+    """Return which members, by rank, probably hold the root's values; all members call this together."""
+    flags = torch.zeros(group.size, dtype=torch.uint8)
+    flags[group.rank] = holds
+    group.wait(group.allreduce(flags, Max.gloo))
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _targets(handler: StateHandler, layout: Layout, staged: bool) -> list[torch.Tensor]:
+    """Return the tensors that receive the root's: the value's own ones, or new ones if those are copied later."""
+    if staged or handler.staged:
+        return [torch.empty(piece.shape, dtype=piece.dtype) for piece in layout]
+    return handler.tensors(layout)
+
+
+def _is_on_my_host(root: int) -> bool:
+    assert process.assignment is not None
+    members, me = process.assignment.world.members, process.require().rank
+    return members[root].place.host == members[me].place.host
+
+
+def _read(
+    memory: peer_memory.MemoryOffer,
+    handlers: Mapping[str, StateHandler],
+    layouts: Mapping[str, Layout],
+    arriving: Mapping[str, Sequence[torch.Tensor]],
+    group: GlooGroup,
+) -> torch.Tensor:
+    """Read the root's tensors from its memory; return a byte for each tensor: 1 if it has still to be sent."""
+    names = [name for name in layouts if not handlers[name].staged]
+    copied = iter(peer_memory.read(memory, [t for name in names for t in arriving[name]], group.check_alive))
+    left = [name not in names or not next(copied) for name, layout in layouts.items() for _ in layout]
+    return torch.tensor(left, dtype=torch.uint8)
 
 
 def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descriptions) -> torch.Tensor:
@@ -387,6 +469,8 @@ def _chosen(
 _WIDTHS = (8191, 8209)
 """Both are prime: if values change places at a distance that is a multiple of one width, its sums do not show that, but
 the sums of the other width do."""
+_ROWS_AT_ONCE = 16
+"""1 MB, which fits into the cache of a core."""
 
 
 def digest(tensor: torch.Tensor) -> bytes:
@@ -403,11 +487,27 @@ def digest(tensor: torch.Tensor) -> bytes:
         flat = flat.clone()
     whole = flat[: words * 8].view(torch.int64)
     out = hashlib.blake2b(_bytes_of(flat[words * 8 :]), digest_size=16)
-    for width in _WIDTHS:
-        rows = words // width
-        out.update(_bytes_of(whole[: rows * width].view(rows, width).sum(0)))
-        out.update(_bytes_of(whole[rows * width :]))
+    for width, total in zip(_WIDTHS, _column_sums(whole), strict=True):
+        out.update(_bytes_of(total))
+        out.update(_bytes_of(whole[words // width * width :]))
     return out.digest()
+
+
+def _column_sums(words: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sums of the columns of `words`, in rows of each of the `_WIDTHS`; an incomplete last row is left out.
+
+    numpy adds rows in half of torch's time; the second width finds them in the cache.
+    """
+    count = words.numel()
+    if words.device.type != "cpu":
+        return [words[: count // width * width].view(-1, width).sum(0) for width in _WIDTHS]
+    array = words.numpy()
+    sums = [np.zeros(width, np.int64) for width in _WIDTHS]
+    for first in range(0, count // min(_WIDTHS), _ROWS_AT_ONCE):
+        for width, total in zip(_WIDTHS, sums, strict=True):
+            end = min(first + _ROWS_AT_ONCE, count // width)
+            total += np.add.reduce(array[first * width : end * width].reshape(-1, width), axis=0)
+    return [torch.from_numpy(total) for total in sums]
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:

@@ -318,6 +318,8 @@ class ElasticState(State):
         self._resume_point = ResumePoint()
         self._known: Descriptions | None = None
         """Descriptions of the tensors while a probably equal state is taken over; None otherwise."""
+        self._holds: bool | None = None
+        """While the states of a new world are made equal: True if this member's version is the root's. None: later."""
         self._root_unbuilt = False
         """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
         for name in self._handlers.by_name:
@@ -378,7 +380,9 @@ class ElasticState(State):
         self._steps.before_sync()
         extra = self._handlers.unbuilt, self._watch.log.learnt
         staged = self._counter.version is not None
-        self._root_unbuilt, learnt = self._handlers.sync(self._root, extra, staged=staged, known=self._known)
+        self._root_unbuilt, learnt = self._handlers.sync(
+            self._root, extra, staged=staged, known=self._known, holds=self._holds
+        )
         self._watch.log.learn_from(learnt)
         self._steps.values_replaced()
         if not self._entering:
@@ -403,6 +407,14 @@ class ElasticState(State):
 
     def _before_joining(self) -> None:
         self._steps.before_joining()
+
+    def _sync_from(self, root: int, version: StateVersion | None) -> None:
+        self._steps.poll()
+        self._holds = version is not None and self._counter.version == version
+        try:
+            super()._sync_from(root, version)
+        finally:
+            self._holds = None
 
     def _refresh_from(self, root: int, version: StateVersion | None) -> None:
         known = self._handlers.describe()

@@ -18,6 +18,7 @@ from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceOp, Sum
+from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
 _owners = WeakTensorKeyDictionary()
@@ -74,6 +75,10 @@ class BackwardReducer:
         self._made_dense: set[int] = set()
         """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
         self._buckets: list[Bucket] = []
+        self._made_for: Any = None
+        """The division of the parameters and the number of scalars that `_buckets` were made for."""
+        self._kept: tuple[Any, list[Bucket]] = (None, [])
+        """Buckets that are not in use, for the next world, and what they were made for."""
         self._works: list[dist.Work] = []
         self._group: GlooGroup | None = None
         self._active = False
@@ -167,7 +172,28 @@ class BackwardReducer:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self.process_set.group() if self.process_set.included() else None
 
+    def make_room(self) -> None:
+        """Make the buckets of the first world in advance: at its first use, memory takes long to map."""
+        if self._slots and not self._buckets and not self._kept[1]:
+            parts = partition([slot.param for slot in self._slots], self.groups)
+            self._kept = self._purpose(parts), self._new_buckets(parts)
+            for bucket in self._kept[1]:
+                bucket.flat.fill_(0)  # new zeros are mapped when they are written
+
+    def _purpose(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
+        return self._scalars_width, [[id(param) for param in part] for part in parts]
+
+    def _new_buckets(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[Bucket]:
+        last = len(parts) - 1
+        widths = [self._scalars_width if number == last else 0 for number in range(len(parts))]
+        return [
+            Bucket(part, self.compression, flagged=number == last, piggyback=widths[number])
+            for number, part in enumerate(parts)
+        ]
+
     def _plan(self, group: GlooGroup | None) -> None:
+        if self._buckets and not self.launched:  # none of them is being sent
+            self._kept = self._made_for, self._buckets
         self._group = group
         self._buckets = []
         for slot in self._slots:
@@ -177,12 +203,13 @@ class BackwardReducer:
         by_id = {id(slot.param): slot for slot in self._slots}
         dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
         parts = partition(dense, self.groups)
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            bucket = Bucket(part, self.compression, flagged=last, piggyback=self._scalars_width if last else 0)
+        (made_for, buckets), self._kept = self._kept, (None, [])
+        self._made_for = self._purpose(parts)
+        self._buckets = buckets if made_for == self._made_for else self._new_buckets(parts)
+        for bucket in self._buckets:
+            bucket.ready = 0
             bucket.scale(self.op, self.predivide, group.size)
-            self._buckets.append(bucket)
-            for param in part:
+            for param in bucket.params:
                 by_id[id(param)].bucket = bucket
 
     def _send_full(self) -> None:
@@ -226,7 +253,7 @@ class BackwardReducer:
         try:
             self._finish()
         except BaseException as error:
-            self.abandon()
+            self.abandon(group_over=isinstance(error, HorovodInternalError))
             if isinstance(error, HorovodInternalError):
                 error.in_reduction = True
                 error.reducer = self
@@ -328,9 +355,16 @@ class BackwardReducer:
         for slot in self._slots:
             slot.left = passes
 
-    def abandon(self) -> None:
-        """Drop the gradients of the present step; the next step gets new buckets if some of these are being sent."""
+    def abandon(self, group_over: bool = False) -> None:
+        """Drop the gradients of the present step.
+
+        The next step gets new buckets if these may still be written: by Gloo's threads, or in this thread by a group
+        that goes on. Results that come through shared memory are written in this thread alone.
+        """
         if self.launched:
+            shared = all(isinstance(work, SharedWork) for work in self._works)
+            unused = group_over and shared and len(self._works) == self.launched
+            self._kept = (self._made_for, self._buckets) if unused else (None, [])
             self._buckets = []
             self._group = None
         self._works = []
