@@ -229,14 +229,14 @@ def test_a_newcomer_reads_everything_and_the_survivors_receive_only_what_differs
 @pytest.mark.parametrize("fault", ["refused", "refused later"])
 def test_where_memory_cannot_be_read_the_rest_is_sent(undisturbed, fault):
     results = join({3: fault})
-    assert [result["end"] for result in results] == [result["end"] for result in undisturbed]
+    compare(results, undisturbed)
     assert [result["commit"] for result in results] == [result["commit"] for result in undisturbed]
     assert results[0]["received"][-1] > 2
 
 
 def test_a_survivor_that_has_changed_a_tensor_alone_receives_it(undisturbed):
     results = join({}, changed=2)
-    assert [result["end"] for result in results] == [result["end"] for result in undisturbed]
+    compare(results, undisturbed)
     assert results[0]["received"][-1] == 3
 
 
@@ -245,12 +245,13 @@ def test_a_survivor_that_has_changed_a_tensor_alone_receives_it(undisturbed):
     [("bug: parts that were not read count", 0), ("bug: survivors are not compared", 2)],
 )
 def test_planted_bugs_are_detected(undisturbed, bug, changed):
-    try:
-        results = join({1: bug, 2: bug, 3: bug}, changed)
-    except AssertionError as error:  # the optimizer fails with the values that it finds
-        assert "a worker raised" in str(error)
-    else:
-        assert [result["end"] for result in results] != [result["end"] for result in undisturbed]
+    # unread memory may hold a number of steps that Adam refuses
+    with pytest.raises(AssertionError, match=r"states differ|a worker raised"):
+        compare(join({1: bug, 2: bug, 3: bug}, changed), undisturbed)
+
+
+def compare(results, undisturbed):
+    assert [result["end"] for result in results] == [result["end"] for result in undisturbed], "states differ"
 
 
 def test_a_root_that_dies_while_it_is_read_leaves_the_others_with_a_whole_state():
