@@ -16,6 +16,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ _MOST_AT_ONCE = 512
 """The most pieces that are copied by one system call; the kernel allows 1024."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 """About a millisecond: between two calls the reader looks whether its round is over."""
+_MOST_THREADS = 4
 _PR_SET_PTRACER = 0x59616D61
 _ANY_PROCESS = ctypes.c_ulong(-1)
 
@@ -46,6 +48,10 @@ if sys.platform == "linux":
         *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
         *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
     )
+
+
+Copied = tuple[int, int, int]
+"""A piece of memory to copy: its address here, its address there, and its size."""
 
 
 class Span(NamedTuple):
@@ -110,62 +116,62 @@ def offered(tensors: Sequence[torch.Tensor]) -> Iterator[MemoryOffer | None]:
 def read(offer: MemoryOffer, targets: Sequence[torch.Tensor], check: Callable[[], None]) -> list[bool]:
     """Copy the offered tensors into `targets`, and return for each of them if it was copied.
 
-    A target that was not copied may hold a part of the values.
+    A target that was not copied may hold a part of the values. Several threads copy: the other members of the host wait
+    meanwhile, and leave their cores to this one.
 
     Args:
         offer: Another process's tensors, which do not change meanwhile.
         targets: Tensors of the same shapes and types, in the same order.
-        check: A function to call between two parts; it raises if the copy is not needed any more.
+        check: A function to call between two parts, from any thread; it raises if the copy is not needed any more.
     """
     out = [False] * len(targets)
     if sys.platform != "linux" or len(offer.spans) != len(targets):
         return out
-    wanted = []
+    pieces = []
     for number, (theirs, target) in enumerate(zip(offer.spans, targets, strict=True)):
         mine = span_of(target)
-        if theirs is not None and mine is not None and mine[1:] == theirs[1:]:
-            wanted.append((number, mine, theirs))
+        if theirs is None or mine is None or mine[1:] != theirs[1:]:
+            continue
+        out[number] = True
+        for start in range(0, mine.nbytes, _MOST_BYTES_AT_ONCE):
+            size = min(mine.nbytes - start, _MOST_BYTES_AT_ONCE)
+            pieces.append((mine.address + start, theirs.address + start, size))
+    parts = _parts(pieces)
+    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(parts)))
+
+    def copy_share(first: int) -> None:
+        for part in parts[first::threads]:
+            check()
+            _copy(offer.pid, part)
+
     try:
         found = ctypes.create_string_buffer(_NONCE_BYTES)
         _copy(offer.pid, [(ctypes.addressof(found), offer.nonce_at, _NONCE_BYTES)])
         if found.raw != offer.nonce:
             raise OSError(f"process {offer.pid} is another process here")
-        for numbers, pieces in _parts(wanted):
-            check()
-            _copy(offer.pid, pieces)
-            for number in numbers:
-                out[number] = True
+        with ThreadPoolExecutor(threads, "spark_elastic-read") as pool:
+            list(pool.map(copy_share, range(threads)))
     except OSError as error:
         log.info("the state is sent and not read from the memory of process %d: %s", offer.pid, error)
+        return [False] * len(targets)
     return out
 
 
-def _parts(wanted: Sequence[tuple[int, Span, Span]]) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
-    """Divide what is to be copied into parts for one system call each.
-
-    Args:
-        wanted: For each tensor, its number, and its place here and there.
-
-    Yields:
-        The numbers of the tensors that the part completes, and its pieces (address here, address there, size).
-    """
-    numbers: list[int] = []
-    pieces: list[tuple[int, int, int]] = []
+def _parts(pieces: Sequence[Copied]) -> list[list[Copied]]:
+    """Divide pieces into parts for one system call each."""
+    parts: list[list[Copied]] = []
     filled = 0
-    for number, mine, theirs in wanted:
-        for start in range(0, mine.nbytes, _MOST_BYTES_AT_ONCE):
-            size = min(mine.nbytes - start, _MOST_BYTES_AT_ONCE)
-            if pieces and (filled + size > _MOST_BYTES_AT_ONCE or len(pieces) == _MOST_AT_ONCE):
-                yield numbers, pieces
-                numbers, pieces, filled = [], [], 0
-            pieces.append((mine.address + start, theirs.address + start, size))
-            filled += size
-        numbers.append(number)
-    yield numbers, pieces
+    for piece in pieces:
+        if not parts or filled + piece[2] > _MOST_BYTES_AT_ONCE or len(parts[-1]) == _MOST_AT_ONCE:
+            parts.append([])
+            filled = 0
+        parts[-1].append(piece)
+        filled += piece[2]
+    return parts
 
 
-def _copy(pid: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    """Copy pieces (address here, address there, size) from the memory of a process.
+def _copy(pid: int, pieces: Sequence[Copied]) -> None:
+    """Copy pieces from the memory of a process.
 
     Raises:
         OSError: The kernel does not permit it, the process is gone, or it has no such memory.
