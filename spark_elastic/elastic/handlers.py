@@ -344,13 +344,17 @@ def take_over(
     if group is None:
         return extra
     am_root = group.rank == process_set.set_rank_of(root)
-    holders = [known is not None] * group.size if holds is None else _holders(group, holds or am_root)
+    holders = [known is not None] * group.size
+    direct = False
+    if holds is not None:
+        holders = _holders(group, holds or am_root)
+        direct = _can_read(holders, root, handlers)
+        if not direct:  # everything has to be sent, so that no comparison can save anything
+            holders = [rank == root for rank in range(group.size)]
     mine = handlers if am_root else {}
-    offering = am_root and holds is not None and not all(holders)
     layouts = {name: handler.layout() for name, handler in mine.items()}
-    # a `staged` handler makes copies, which nobody could read at the next call
-    shared = [t for name, h in mine.items() if offering and not h.staged for t in h.tensors(layouts[name])]
-    with peer_memory.offered(shared) if offering else nullcontext() as memory:
+    shared = [tensor for name, handler in mine.items() if direct for tensor in handler.tensors(layouts[name])]
+    with peer_memory.offered(shared) if am_root and direct else nullcontext() as memory:
         offer = None
         if am_root:
             offer = ({name: (layouts[name], h.light(), h.metadata()) for name, h in mine.items()}, known, extra, memory)
@@ -366,8 +370,10 @@ def take_over(
                     arriving[name] = _targets(handlers[name], layout, staged)
         if not holding:
             wanted.fill_(1)
-            if memory is not None and _is_on_my_host(root):
-                wanted = _read(memory, handlers, layouts, arriving, group)
+            if memory is not None:
+                targets = [tensor for name in layouts for tensor in arriving[name]]
+                copied = peer_memory.read(memory, targets, group.check_alive)
+                wanted = torch.tensor([not each for each in copied], dtype=torch.uint8)
         elif compared:
             known = describe(handlers)
         if compared:
@@ -419,24 +425,13 @@ def _targets(handler: StateHandler, layout: Layout, staged: bool) -> list[torch.
     return handler.tensors(layout)
 
 
-def _is_on_my_host(root: int) -> bool:
+def _can_read(holders: Sequence[bool], root: int, handlers: Mapping[str, StateHandler]) -> bool:
+    """Return True if all members that do not hold the root's values may read them from its memory, on its host."""
     assert process.assignment is not None
-    members, me = process.assignment.world.members, process.require().rank
-    return members[root].place.host == members[me].place.host
-
-
-def _read(
-    memory: peer_memory.MemoryOffer,
-    handlers: Mapping[str, StateHandler],
-    layouts: Mapping[str, Layout],
-    arriving: Mapping[str, Sequence[torch.Tensor]],
-    group: GlooGroup,
-) -> torch.Tensor:
-    """Read the root's tensors from its memory; return a byte for each tensor: 1 if it has still to be sent."""
-    names = [name for name in layouts if not handlers[name].staged]
-    copied = iter(peer_memory.read(memory, [t for name in names for t in arriving[name]], group.check_alive))
-    left = [name not in names or not next(copied) for name, layout in layouts.items() for _ in layout]
-    return torch.tensor(left, dtype=torch.uint8)
+    members = process.assignment.world.members
+    hosts = {members[rank].place.host for rank, holds in enumerate(holders) if not holds}
+    # the tensors of a `staged` handler are copies
+    return hosts <= {members[root].place.host} and not any(handler.staged for handler in handlers.values())
 
 
 def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descriptions) -> torch.Tensor:
