@@ -138,7 +138,7 @@ class OptimizerStateHandler(StateHandler):
         self._room = {}
 
     def _new_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._room.get(_kind(tensor))
+        room = self._room.get(_kind(tensor)) if tensor.device.type == "cpu" else None
         return room.pop() if room else super()._new_like(tensor)
 
     def _params(self) -> list[torch.Tensor]:

@@ -311,3 +311,47 @@ def train_past_a_loss(faults: dict[int, str]):
     for tensor in [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]:
         sums.update(tensor.detach().numpy().tobytes())
     return {"applied": applied, "end": sums.hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tensors"),
+    [
+        (torch.optim.Adam, {}, 2),
+        (torch.optim.Adam, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (torch.optim.LBFGS, {}, 0),
+        (torch.optim.SparseAdam, {}, 0),  # refuses the dense gradients that it is tried with
+    ],
+)
+def test_the_memory_that_is_prepared_fits_and_the_optimizer_stays_as_it_was(alone, kind, options, tensors):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = hvd.DistributedOptimizer(kind(model.parameters(), **options))
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(None))
+    state = hvd.elastic.TorchState(model, optimizer)
+    state._before_joining()
+    room = [tensor for kept in state._handlers.by_name["optimizer"]._room.values() for tensor in kept]
+    assert len(room) == 2 * 4 * tensors  # for the state itself and for its copy
+    assert not optimizer.state
+    assert not stepped
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_state_is_taken_over_into_the_memory_that_was_prepared(alone):
+    model, other = torch.nn.Linear(3, 5), torch.nn.Linear(3, 5)
+    trained = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    trained.step()
+    state = hvd.elastic.TorchState(other, torch.optim.Adam(other.parameters()))
+    state._before_joining()
+    handler = state._handlers.by_name["optimizer"]
+    room = {tensor.data_ptr() for kept in handler._room.values() for tensor in kept}
+    layout = hvd.elastic.TorchState(model, trained)._handlers.by_name["optimizer"].layout()
+    own = [tensor for tensor in handler.tensors(layout) if tensor.dim()]
+    handler.save()
+    copies = [tensor for tensor in handler._copies if tensor.dim()]
+    assert {tensor.data_ptr() for tensor in [*own, *copies]} == room
+    assert not any(handler._room.values())
