@@ -181,7 +181,9 @@ class BackwardReducer:
                 bucket.flat.fill_(0)  # new zeros are mapped when they are written
 
     def _purpose(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
-        return self._scalars_width, [[id(param) for param in part] for part in parts]
+        """Return what the buckets for this division of the parameters depend on."""
+        layouts = [[(id(p), p.dtype, p.device, p.shape, p.stride()) for p in part] for part in parts]
+        return self._scalars_width, layouts
 
     def _new_buckets(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[Bucket]:
         last = len(parts) - 1
