@@ -4,22 +4,28 @@ A: 20 float32 and a label, 88 B a row. B: 784 float32 and a label. C: 3 KiB of b
 one reader. Resident: the files are in the page cache; each round measures the reader between two gathers with a
 ready-made permutation from the same file, `np.take`, which is what it is compared with. Cold: they are not, and the
 windows cover a small part of the set, as with sets larger than memory; compared with reading the same files in chunks
-of 256 KiB one after another.
+of 256 KiB one after another. Remote: from an S3-compatible server on this machine (moto, which is far slower than a
+real one), with an empty cache and with the cache that this left.
 
     python benchmarks/data_read.py [--peer-python PYTHON_WITH_PETASTORM] [--data DIR]
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import mmap
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,7 @@ import numpy as np
 from _harness import Series, parser, report
 
 from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.files import SETTING
 from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Order
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
@@ -38,6 +45,8 @@ ROWS = {"A": 2_000_000, "B": 200_000, "C": 50_000}
 LANES_NS = {"A": 1e3 / 6.5, "B": 1e3 / 1.2, "C": 1e3 / 1.1}
 PEER_TIMES = {"A": 6, "B": 20, "C": 20}
 CHUNK = 256 << 10
+PARTS = ["resident", "cold", "remote", "quality", "memory", "peer"]
+BUCKET = "rows"
 PEER = Path(__file__).with_name("peer_petastorm.py")
 
 
@@ -167,6 +176,80 @@ def cold(name: str, dataset: Dataset, rounds: int) -> tuple[list[Series], dict[s
     ], ns
 
 
+# --- a remote store -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """Run an S3-compatible server on this machine, with a bucket, while the block runs; the value is its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                put = urllib.request.Request(f"http://{address}/{BUCKET}", method="PUT")
+                urllib.request.urlopen(put, timeout=5).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the S3 server of moto does not answer; is moto[server] installed?") from None
+                time.sleep(0.1)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def download(dataset: Dataset) -> None:
+    for shard in dataset.manifest.splits["train"]:
+        with dataset.store.open_input(shard.file) as stream:
+            while stream.read(4 << 20):
+                pass
+
+
+def remote(folder: Path, address: str, rounds: int) -> tuple[list[Series], dict[str, list[float]]]:
+    rows = 500_000
+    options = f"scheme=http&endpoint_override={address}&region=us-east-1"
+    tensors = {"features": values("A", rows), "label": np.arange(rows)}
+    local = pack(tensors, folder / "local", shards=4)
+    far = pack(tensors, f"s3://{BUCKET}/A?{options}", shards=4)
+    ns: dict[str, list[float]] = {}
+
+    def measure(way: str, dataset: Dataset, number: int, **more: Any) -> None:
+        with BatchReader(dataset, batch_size=BATCH, **more) as reader:
+            ns.setdefault(way, []).append(seconds(lambda: epoch(reader, number)) / rows * 1e9)
+
+    for number in range(rounds):
+        ns.setdefault("download", []).append(seconds(lambda: download(far)) / rows * 1e9)
+        for order in ("global", "lanes"):
+            cache = folder / f"cache-{order}-{number}"
+            measure(f"{order}, cold", far, number, order=order, cache_dir=cache)
+            measure(f"{order}, warm", far, number, order=order, cache_dir=cache)
+            measure(f"{order}, local", local, number, order=order)
+            shutil.rmtree(cache)
+    series = [Series("A, S3: download of its files, one after another", ns["download"], "ns/row")]
+    for order in ("global", "lanes"):
+        cold, warm, near = (np.array(ns[f"{order}, {way}"]) for way in ("cold", "warm", "local"))
+        slower = cold / np.array(ns["download"])
+        series += [
+            Series(f"A, S3: reader, {order}, empty cache", cold.tolist(), "ns/row"),
+            Series(
+                f"A, S3: reader, {order}, empty cache, over the download",
+                slower.tolist(),
+                "times",
+            ),
+            Series(f"A, S3: reader, {order}, warm cache", warm.tolist(), "ns/row"),
+            Series(f"A, S3: reader, {order}, warm cache, over a local dataset", (warm / near).tolist(), "times"),
+        ]
+    return series, ns
+
+
 # --- how well it is shuffled ----------------------------------------------------------------------
 
 
@@ -252,10 +335,9 @@ def resume(dataset: Dataset) -> list[float]:
 # --- all of it --------------------------------------------------------------------------------------
 
 
-def ran(command: list[str]) -> Any:
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )
+def ran(command: list[str], **environment: str) -> Any:
+    env = os.environ | {"PYTHONWARNINGS": "ignore"} | environment
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -263,13 +345,13 @@ def main() -> None:
     arguments = parser(__doc__, repeat=7)
     arguments.add_argument("--peer-python", metavar="PYTHON", help="of an environment with petastorm, see README.md")
     arguments.add_argument("--data", type=Path, metavar="DIR", help="where the sets are kept (a temporary folder)")
-    arguments.add_argument("--only", nargs="*", metavar="PART", help="resident, cold, quality, memory, peer")
+    arguments.add_argument("--only", nargs="*", metavar="PART", help=", ".join(PARTS))
     arguments.add_argument("--memory-of", nargs=2, help="(internal)")
     args = arguments.parse_args()
     if args.memory_of:
         memory_of(*args.memory_of)
         return
-    parts = args.only or ["resident", "cold", "quality", "memory", "peer"]
+    parts = args.only or PARTS
     rounds = 2 if args.quick else args.repeat
     series: list[Series] = []
     raw: dict[str, Any] = {}
@@ -285,6 +367,13 @@ def main() -> None:
                 dataset = made(data / f"cold-{name}", name, rows, shards=4)
                 found, raw[f"{name} cold"] = cold(name, dataset, 2 if args.quick else 3)
                 series += found
+        if "remote" in parts:
+            if importlib.util.find_spec("moto") is None:
+                print("remote: left out, because moto is not installed (pip install 'moto[server]')", file=sys.stderr)
+            else:
+                with s3_server() as address, tempfile.TemporaryDirectory() as folder:
+                    found, raw["A, S3"] = remote(Path(folder), address, 2 if args.quick else 3)
+                    series += found
         if "quality" in parts:
             large = window_settings(100_000_000, 88)
             orders = {
@@ -299,7 +388,8 @@ def main() -> None:
         if "memory" in parts:
             for order, rows in (("lanes", 10_000_000 if args.quick else 1_000_000_000), ("global", 10_000_000)):
                 dataset = endless(data / f"endless-{rows}", rows)
-                found = ran([sys.executable, __file__, "--memory-of", str(data / f"endless-{rows}"), order])
+                command = [sys.executable, __file__, "--memory-of", str(data / f"endless-{rows}"), order]
+                found = ran(command, **{SETTING: "off"})  # the files are holes, and have no checksums to compare with
                 name = f"{order}, {rows:.0e} rows of 88 B"
                 series.append(Series(f"private memory, {name}", [found["private_mb"]], "MB", target_max=150))
                 if order == "lanes":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
+from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import (
     Limits,
@@ -237,22 +238,29 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
     return Dataset.open(folder)  # another process wrote the same rows meanwhile
 
 
-def _selected(df: Any, request: Request) -> list[Any]:
+def _selected(df: Any, request: Request, groups: travel.Groups | None = None) -> list[Any]:
+    """Return the columns of a request, as they are or in groups, under names that mapInArrow finds.
+
+    It does not find columns with dots or backticks in their names.
+    """
     functions = functions_for(df)
-    selected = []
-    for index, name in enumerate(request.columns):
-        column = functions.col("`" + name.replace("`", "``") + "`")
+
+    def column(name: str) -> Any:
+        found = functions.col("`" + name.replace("`", "``") + "`")
         cast = cast_of(df.schema[name].dataType)
-        # renamed, because mapInArrow does not find columns with dots or backticks in their names
-        selected.append((column.cast(cast) if cast else column).alias(f"c{index}"))
-    return selected
+        return found.cast(cast) if cast else found
+
+    columns = map(column, request.columns) if groups is None else travel.expressions(groups, column, functions.array)
+    return [each.alias(f"c{index}") for index, each in enumerate(columns)]
 
 
 def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose: int) -> list[Receipt]:
     functions = functions_for(df)
     tensors = request.resolve(df.schema, _case_sensitive(df))
-    task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed, kept)
-    rows = df.select(*_selected(df, request))
+    types = {name: df.schema[name].dataType for name in request.columns}
+    groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
+    task = WriteTask(folder, run, groups, tensors, request.shard_bytes, request.validation, request.seed, kept)
+    rows = df.select(*_selected(df, request, groups))
     if request.pre_shuffle:
         # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
         rows = rows.repartition(functions.rand(request.seed))

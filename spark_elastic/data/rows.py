@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,8 @@ _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MADV_DONTNEED = 4
 _HUGE_PAGE = 2 << 20
+_MOST_RUNS = 1 << 20  # entries of a placement's table: 8 MiB
+_MOST_ADDRESSES = 1 << 42  # of the 2**47 that a process has
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -152,15 +154,14 @@ class RowExtent:
     first: int  # the first row's place in the shard
     rows: int
     number: int
-    address: int  # the first row's place in the mapped range, in rows
 
 
 class Numbering:
     """The number of each row: a function of the shards' row counts and the stride, the same on every rank.
 
     Rows are numbered in the order of their shards, except for the few rows at the end of each shard that do not fill
-    whole pages: these come last. So all shards join in memory without a gap, and a row's number is its address in the
-    mapped range, except for those few rows. `page_run` is the smallest number of rows whose records fill whole pages.
+    whole pages: these come last. So all shards can join in memory without a gap. `page_run` is the smallest number of
+    rows whose records fill whole pages, a power of two.
     """
 
     def __init__(self, shard_rows: Sequence[int], page_run: int) -> None:
@@ -171,39 +172,26 @@ class Numbering:
         for shard, rows in enumerate(shard_rows):
             whole = rows if shard == last else rows // page_run * page_run
             if whole:
-                self.extents.append(RowExtent(shard, 0, whole, number, number))
+                self.extents.append(RowExtent(shard, 0, whole, number))
             if rows > whole:
                 tails.append((shard, whole, rows - whole))
             number += whole
-        self.joined = number  # numbers below this are addresses
-        address = -(-number // page_run) * page_run
+        self.page_run = page_run
+        self.joined = number  # numbers below this are of whole pages, but for the end of the last shard
         for shard, first, rows in tails:
-            self.extents.append(RowExtent(shard, first, rows, number, address))
+            self.extents.append(RowExtent(shard, first, rows, number))
             number += rows
-            address += page_run
         self.rows = number
         self._numbers = np.array([e.number for e in self.extents], np.int64)
         self._shards = np.array([e.shard for e in self.extents], np.int64)
-        self._to_address = np.array([e.address - e.number for e in self.extents], np.int64)
         self._to_place = np.array([e.first - e.number for e in self.extents], np.int64)
         in_files = sorted(self.extents, key=lambda e: (e.shard, e.first))
         self._positions = np.cumsum([0, *[e.rows for e in in_files]])[:-1]
         self._to_number = np.array([e.number for e in in_files], np.int64) - self._positions
 
-    def addresses(self, numbers: Indices) -> Indices:
-        """Return where the rows with these numbers lie in the mapped range, counted in records from its start."""
-        if self.joined == self.rows:
-            return numbers
-        beyond = np.flatnonzero(numbers >= self.joined)
-        if not len(beyond):
-            return numbers
-        addresses: Indices = numbers.copy()
-        addresses[beyond] += self._to_address[self._extents_of(numbers[beyond])]
-        return addresses
-
     def places(self, numbers: Indices) -> tuple[Indices, Indices]:
         """Return the shard of each row, and its place in the shard."""
-        extents = self._extents_of(numbers)
+        extents = self.extents_of(numbers)
         return self._shards[extents], numbers + self._to_place[extents]
 
     def in_file_order(self, positions: Indices) -> Indices:
@@ -230,19 +218,83 @@ class Numbering:
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return rows number `start`..`stop` as parts of shards: (shard, first row, last row + 1)."""
         found = []
+        for index, first, end in self.parts(start, stop):
+            extent = self.extents[index]
+            shift = extent.first - extent.number
+            found.append((extent.shard, first + shift, end + shift))
+        return found
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield rows number `start`..`stop` as parts of extents: (index of the extent, first number, last + 1)."""
         index = int(np.searchsorted(self._numbers, start, side="right")) - 1
         while start < stop:
             extent = self.extents[index]
-            end, shift = min(stop, extent.number + extent.rows), extent.first - extent.number
-            found.append((extent.shard, start + shift, end + shift))
+            end = min(stop, extent.number + extent.rows)
+            yield index, start, end
             start, index = end, index + 1
-        return found
 
-    def _extents_of(self, numbers: Indices) -> Indices:
+    def extents_of(self, numbers: Indices) -> Indices:
+        """Return the index of the extent that each of these rows is in."""
         return np.searchsorted(self._numbers, numbers, side="right") - 1
 
 
 # --- records ----------------------------------------------------------------------------------------
+
+
+class Placement:
+    """The place of each row in the mapped range, counted in records from its start.
+
+    Each extent begins at a page. With `huge`, those of 2 MiB and more begin at a multiple of that, because the page
+    cache maps files in huge pages only there; otherwise each row that is gathered misses the processor's table of
+    pages. The gaps between extents are addresses without memory.
+    """
+
+    def __init__(self, numbering: Numbering, stride: int, *, huge: bool) -> None:
+        self._numbering = numbering
+        page_run, huge_run = numbering.page_run, _HUGE_PAGE // math.gcd(stride, _HUGE_PAGE)
+        self.starts: list[int] = []  # the place of each extent
+        place = 0
+        for extent in numbering.extents:
+            run = huge_run if huge and extent.rows * stride >= _HUGE_PAGE else page_run
+            place = -(-place // run) * run
+            self.starts.append(place)
+            place += extent.rows
+        self.rows = place  # the length of the range
+        numbers = np.array([extent.number for extent in numbering.extents], np.int64)
+        self._shifts = np.array(self.starts, np.int64) - numbers
+        self._bits = page_run.bit_length() - 1
+        whole = np.searchsorted(numbers, numbering.joined)
+        # of each run of whole pages, as long as there is a shift at all
+        self._of_runs: Indices | None = None
+        if self._shifts[:whole].any():
+            runs = np.arange(0, numbering.joined, page_run)
+            self._of_runs = self._shifts[numbering.extents_of(runs)]
+
+    @classmethod
+    def best(cls, numbering: Numbering, stride: int) -> Placement:
+        """Return the placement at huge pages, unless it takes too many addresses or a large table."""
+        if numbering.joined // numbering.page_run <= _MOST_RUNS:
+            huge = cls(numbering, stride, huge=True)
+            if huge.rows * stride <= _MOST_ADDRESSES:
+                return huge
+        return cls(numbering, stride, huge=False)
+
+    def of(self, numbers: Indices) -> Indices:
+        """Return the places of the rows with these numbers."""
+        joined, places = self._numbering.joined, numbers
+        if self._of_runs is not None:
+            places = np.right_shift(numbers, self._bits)
+            np.take(self._of_runs, places, out=places, mode="clip")
+            np.add(places, numbers, out=places)
+        if joined == self._numbering.rows:
+            return places
+        beyond = np.flatnonzero(numbers >= joined)
+        if not len(beyond):
+            return places
+        if places is numbers:
+            places = numbers.copy()
+        places[beyond] = numbers[beyond] + self._shifts[self._numbering.extents_of(numbers[beyond])]
+        return places
 
 
 class MappedRows:
@@ -251,22 +303,34 @@ class MappedRows:
     def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
         self._numbering = numbering
         self._stride = stride
-        segments = [
-            FileSegment(files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard])
-            for e in numbering.extents
-        ]
-        self._range = FileRange(segments)
+        self._placement = Placement.best(numbering, stride)
+        try:
+            self._range = self._mapped(files, shard_nbytes)
+        except OSError:  # a limit of the addresses of a process
+            self._placement = Placement(numbering, stride, huge=False)
+            self._range = self._mapped(files, shard_nbytes)
         self._records: npt.NDArray[Any] = self._range.bytes.view(np.dtype((np.void, stride)))
+
+    def _mapped(self, files: Sequence[Path], shard_nbytes: Sequence[int]) -> FileRange:
+        stride, extents = self._stride, self._numbering.extents
+        return FileRange(
+            [
+                FileSegment(files[e.shard], e.first * stride, e.rows * stride, start * stride, shard_nbytes[e.shard])
+                for e, start in zip(extents, self._placement.starts, strict=True)
+            ]
+        )
 
     def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
         """Copy the records of these rows to `out`, shape (n,), void of `stride` bytes."""
         if len(numbers):
             # numbers are always in range; mode "raise" would gather into a temporary buffer first
-            np.take(self._records, self._numbering.addresses(numbers), out=out, mode="clip")
+            np.take(self._records, self._placement.of(numbers), out=out, mode="clip")
 
     def evict(self, start: int, stop: int) -> None:
         """Remove rows number `start`..`stop` from this process's memory; they are not needed soon."""
-        self._range.evict(start * self._stride, min(stop, self._numbering.joined) * self._stride)
+        for index, first, end in self._numbering.parts(start, stop):
+            shift = self._placement.starts[index] - self._numbering.extents[index].number
+            self._range.evict((first + shift) * self._stride, (end + shift) * self._stride)
 
     def close(self) -> None:
         self._records = self._records[:0].copy()

@@ -19,6 +19,7 @@ from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.order.permutation import hashes, seeded_key
 from spark_elastic.data.shards import ShardWriter
 from spark_elastic.data.store import Store
+from spark_elastic.data.travel import Groups, arrived
 
 RECEIPT_SCHEMA = "receipt string"
 
@@ -62,7 +63,7 @@ class WriteTask:
 
     store: Store
     run: str  # the subfolder for this write; only files in a receipt count
-    columns: tuple[str, ...]  # the names of the batches' columns, which Spark sends in this order under other names
+    groups: Groups  # the columns that are joined in each column of the batches
     tensors: tuple[Tensor, ...]
     shard_bytes: int  # the size at which a shard ends
     # The split "validation": a share of the rows, or a boolean column. None: there is none.
@@ -84,8 +85,6 @@ class WriteTask:
         yield pyarrow.RecordBatch.from_pydict({"receipt": pyarrow.array([receipt.dumps()], pyarrow.string())})
 
     def write(self, batches: Iterator[Any], partition: int) -> Receipt:
-        import pyarrow
-
         encoder = Encoder(self.tensors)
         attempt = uuid.uuid4().hex[:8]
         splits = ("train",) if self.validation is None else ("train", "validation")
@@ -94,7 +93,7 @@ class WriteTask:
             for batch in batches:
                 if not batch.num_rows:
                     continue
-                batch = pyarrow.RecordBatch.from_arrays(batch.columns, names=self.columns)
+                batch = arrived(batch, self.groups)
                 first_row = encoder.rows
                 block = encoder.encode(batch)
                 if not writers:

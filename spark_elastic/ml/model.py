@@ -129,6 +129,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """Return the model in the form that is sent to executors."""
         raise NotImplementedError
 
+    def _batch_size(self) -> int:
+        """Return the rows to put through the model at once, unless `transform_batch_size` is set."""
+        return 4096
+
     # --- for users --------------------------------------------------------------------------------
 
     @property
@@ -219,7 +223,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             model=broadcast,
             inputs=tensors_for(dataset.schema, self._inputs(dataset.schema), fitted.pad_to, fitted.allow_nan),
             added=self._added(),
-            batch_size=self.getOrDefault("transform_batch_size"),
+            batch_size=self.getOrDefault("transform_batch_size") or self._batch_size(),
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
             handle_invalid=self._handle_invalid(),

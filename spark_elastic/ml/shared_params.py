@@ -465,8 +465,10 @@ class OutputParams(ElasticParams):
         to.function,
     )
     getInferenceFn, setInferenceFn = accessors(inference_fn)
-    transform_batch_size: Param[int] = setting(
-        "rows that transform puts through the model at once.", to.whole(at_least=1), 4096
+    transform_batch_size: Param[int | None] = setting(
+        "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, where the values of "
+        "the layers then stay in the processor's cache, otherwise 4,096.",
+        to.whole(at_least=1),
     )
     getTransformBatchSize, setTransformBatchSize = accessors(transform_batch_size)
     transform_threads: Param[int] = setting("threads of each Python worker in transform.", to.whole(at_least=1), 1)

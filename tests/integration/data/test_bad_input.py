@@ -99,6 +99,16 @@ def test_all_faults_of_a_batch_are_reported_together(spark, store):
     )
 
 
+@pytest.mark.parametrize(("kind", "value"), [("float", 1.0), ("bigint", 2**60 + 1)])
+def test_null_in_one_of_many_columns_of_a_type_is_reported_with_its_column_and_row(spark, store, kind, value):
+    rows = [[value] * 6 for _ in range(9)]
+    rows[7][4] = rows[5][4] = None
+    schema = ", ".join(f"n{index} {kind}" for index in range(6))
+    error = refused(spark, store, schema, rows, tensors={"x": [f"n{index}" for index in range(6)]})
+    assert (error.column, error.rows, error.found) == ("n4", 2, "null")
+    assert "the first is row 5 of partition 0" in str(error)
+
+
 def test_partitions_with_different_lengths_are_reported(spark, store):
     error = refused(spark, store, "x array<int>", [([1, 2],)] * 3 + [([1, 2, 3],)] + [([1, 2],)] * 2, parts=6)
     assert_matches(r"1 of 6 .*values of shape \[3\] .*expected shape \[2\] as in most partitions", str(error))

@@ -56,6 +56,26 @@ def test_scalars_keep_their_types(spark, store):
     assert stored["took"].tolist() == [86_400_000_000, 5]
 
 
+def test_columns_of_one_type_that_travel_together_keep_their_values(spark, store):
+    kinds = {"float": "<f4", "double": "<f8", "byte": "|i1", "short": "<i2", "int": "<i4", "bigint": "<i8"}
+    names = [f"{kind}.{index}" for index in range(5) for kind in kinds]
+    fields = ", ".join(f"`{name}` {name.partition('.')[0]}" for name in names)
+    rows = [tuple(float(n) if name[0] in "fd" else n for n, name in enumerate(names, 30 * row)) for row in (0, 1, 2)]
+    tensors = {kind: [f"{kind}.{index}" for index in (3, 0, 4, 1, 2)] for kind in kinds}
+    dataset, stored = written(spark, store, fields, rows, tensors)
+    assert {field.name: field.dtype for field in dataset.layout.fields} == kinds
+    for kind, joined in tensors.items():
+        places = [names.index(name) for name in joined]
+        assert stored[kind].tolist() == [[row[place] for place in places] for row in rows]
+
+
+def test_decimals_travel_with_doubles(spark, store):
+    schema = "a double, b decimal(9,2), c double, d decimal(9,2), e double"
+    rows = [(1.5, decimal.Decimal("2.25"), 3.5, decimal.Decimal("-4.25"), 5.0)]
+    _, stored = written(spark, store, schema, rows, {"x": ["a", "b", "c", "d", "e"]})
+    assert stored["x"].tolist() == [[1.5, 2.25, 3.5, -4.25, 5.0]]
+
+
 def test_timestamps_are_microseconds_of_utc_whatever_the_session_says(spark, store):
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     try:

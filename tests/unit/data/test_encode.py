@@ -137,7 +137,7 @@ def test_decimals_that_a_double_may_have_rounded_are_refused(dtype):
 def test_refused_partition_leaves_no_file(tmp_path):
     from spark_elastic.data.store import Store
 
-    task = WriteTask(Store.create(tmp_path), "run", ("n",), (NUMBER,), 1 << 20, 0.5, 0)
+    task = WriteTask(Store.create(tmp_path), "run", (("n",),), (NUMBER,), 1 << 20, 0.5, 0)
     batches = [pa.RecordBatch.from_pydict({"n": values}) for values in ([1, 2, 3], [4, None])]
     receipt = task.write(iter(batches), 7)
     assert (receipt.partition, receipt.rows, receipt.splits) == (7, 5, {})

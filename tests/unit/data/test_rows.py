@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.rows import FileRange, FileSegment, GatheredRows, MappedRows, Numbering, can_map
+from spark_elastic.data.rows import FileRange, FileSegment, GatheredRows, MappedRows, Numbering, Placement, can_map
 from spark_elastic.errors import DatasetError
 from tests.unit.data.datasets import LAYOUT, numbered
 
@@ -20,7 +20,7 @@ mapped_here = pytest.mark.skipif(not can_map(), reason="files are gathered one b
 
 
 @given(shard_rows=SHARD_ROWS)
-def test_numbers_are_addresses_except_for_rows_that_fill_no_page(shard_rows):
+def test_every_row_has_a_number_and_few_of_them_come_last(shard_rows):
     numbering = Numbering(shard_rows, RUN)
     numbers = np.arange(sum(shard_rows))
     assert numbering.rows == len(numbers)
@@ -28,10 +28,43 @@ def test_numbers_are_addresses_except_for_rows_that_fill_no_page(shard_rows):
     assert sorted(zip(shards.tolist(), rows.tolist(), strict=True)) == [
         (shard, row) for shard, count in enumerate(shard_rows) for row in range(count)
     ]
-    addresses = numbering.addresses(numbers)
-    assert len(set(addresses.tolist())) == len(numbers)
-    assert (addresses[: numbering.joined] == numbers[: numbering.joined]).all()
     assert numbering.rows - numbering.joined < RUN * max(1, len(shard_rows))
+
+
+LARGE = (2 << 20) // LAYOUT.stride + 1
+
+
+@given(
+    shard_rows=st.lists(st.sampled_from([0, 1, RUN, 3 * RUN + 5, LARGE, 2 * LARGE + RUN]), max_size=5),
+    huge=st.booleans(),
+)
+def test_places_do_not_overlap_and_large_shards_begin_at_huge_pages(shard_rows, huge):
+    numbering = Numbering(shard_rows, RUN)
+    placement = Placement(numbering, LAYOUT.stride, huge=huge)
+    numbers = np.arange(numbering.rows)
+    expected = [np.arange(e.rows) + start for e, start in zip(numbering.extents, placement.starts, strict=True)]
+    expected = np.concatenate([np.empty(0, np.int64), *expected])
+    assert (placement.of(numbers) == expected).all()
+    assert (numbers == np.arange(numbering.rows)).all()  # they are the caller's
+    assert len(set(expected.tolist())) == numbering.rows
+    assert expected.max(initial=-1) < placement.rows or not numbering.rows
+    for extent, start in zip(numbering.extents, placement.starts, strict=True):
+        large = extent.rows * LAYOUT.stride >= 2 << 20
+        assert start * LAYOUT.stride % (2 << 20 if huge and large else 4096) == 0
+
+
+@pytest.mark.parametrize(
+    ("shard_rows", "run", "stride"),
+    [
+        ([RUN << 20] * 2, RUN, LAYOUT.stride),  # a table with too many entries
+        ([4096] * 600, 4096, 4095),  # too many addresses: an odd stride meets a huge page every 8 GB
+    ],
+)
+def test_shards_join_without_gaps_if_gaps_would_cost_too_much(shard_rows, run, stride):
+    placement = Placement.best(Numbering(shard_rows, run), stride)
+    assert placement.starts == np.cumsum([0, *shard_rows[:-1]]).tolist()
+    fewer = Placement.best(Numbering([4096] * 3, 4096), 4095)
+    assert fewer.starts[1] == 2 << 20
 
 
 @given(shard_rows=SHARD_ROWS)
