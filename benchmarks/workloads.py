@@ -17,7 +17,7 @@ three times, with one thread a process:
 The rates are those of the epochs after the first one. `lost` is what the estimator lacks to two separate processes, in
 parts of its epoch: reading (the training waits for the next batch), collating (records to tensors), and everything else
 beyond the model's own step, which is the reduction, the waiting for the other worker, and the bookkeeping of steps. The
-processor time of a row, in all threads of a process, says what a way costs also on a machine that has other things to do.
+processor time of a row, in all threads of a process, tells what a way costs on a machine with other things to do, too.
 
     python benchmarks/workloads.py [--only images tokens] [--scale 0.1]
 """
@@ -442,7 +442,7 @@ def ranked(name: str, rows: str, out: str) -> None:
 
 
 def epochs_in(folder: Path, count: int) -> tuple[list[float], float]:
-    """Return the seconds of each epoch after the first, of the slowest of `count` processes, and of their processors."""
+    """Return the seconds of each epoch after the first, of the slowest process, and the mean of their processor time."""
     found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     if len(found) != count:
         raise RuntimeError(f"{len(found)} of {count} processes have ended their training")
