@@ -2,7 +2,9 @@
 
 20 float columns, an MLP 20-256-256-2, two task slots. The peer is written in the manner of Horovod's TorchModel: over
 `df.rdd.mapPartitions`, each row a tensor of its own through the model, a new row out of the old one and the result; it
-is given fewer rows. Where ours is a Keras model the peer is torch's nevertheless.
+is given fewer rows. Where ours is a Keras model the peer is torch's nevertheless. "The model alone" is the rate of one
+core that calls the same model with arrays in memory, in batches of the same size: twice that is the most that two task
+slots can reach. A stream of Parquet files, one a micro-batch, shows what a micro-batch takes from end to end.
 
     python benchmarks/transform.py --repeat 5 [--framework keras]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +26,10 @@ from benchmarks.fit import COLUMNS, make_keras_net, make_net, table
 
 HOROVOD_ROWS_PER_S = 4.1e3
 """Measured with Horovod's own TorchModel, on a machine of this kind."""
+
+
+STREAMED = 10
+"""Micro-batches of the stream."""
 
 
 def make_model(framework: str = "torch") -> Any:
@@ -42,6 +49,35 @@ def rows_per_second(df: Any, count: int) -> float:
     start = time.monotonic()
     df.write.format("noop").mode("overwrite").save()
     return count / (time.monotonic() - start)
+
+
+def model_alone(model: Any, seconds: float) -> float:
+    """Return the rows a second of the model on one core, in the form in which executors have it."""
+    import numpy as np
+
+    size = model.getOrDefault("transform_batch_size") or model._batch_size()
+    predict = model._saved_predictor().load()
+    inputs = {"features_0": np.random.default_rng(0).random((size, 20), dtype=np.float32)}
+    calls, start = 0, time.monotonic()
+    while time.monotonic() < start + seconds:
+        predict(inputs)
+        calls += 1
+    return calls * size / (time.monotonic() - start)
+
+
+def micro_batches(df: Any, model: Any, batches: int) -> list[float]:
+    """Return the ms of each micro-batch of a stream that has the rows of `df` in as many files, but for the first."""
+    spark = df.sparkSession
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-stream-") as folder:
+        df.repartition(batches).write.parquet(f"{folder}/rows")
+        stream = spark.readStream.schema(df.schema).option("maxFilesPerTrigger", 1).parquet(f"{folder}/rows")
+        writer = model.transform(stream).writeStream.format("noop").trigger(availableNow=True)
+        query = writer.option("checkpointLocation", f"{folder}/checkpoint").start()
+        query.awaitTermination()
+        taken = [each["durationMs"]["triggerExecution"] for each in query.recentProgress if each["numInputRows"]]
+    if len(taken) != batches:
+        raise RuntimeError(f"the stream had {len(taken)} micro-batches of {batches} files")
+    return [float(each) for each in taken[1:]]
 
 
 def by_the_row(df: Any, module: Any) -> Any:
@@ -95,6 +131,9 @@ def main() -> None:
         for _ in range(repeat):
             ours.append(rows_per_second(model.transform(df), args.rows))
             theirs.append(rows_per_second(by_the_row(few, module), args.peer_rows))
+        stream, in_batch = table(cluster.spark, STREAMED * args.rows // 20, 3), args.rows // 20
+        in_stream = micro_batches(stream, model, STREAMED)
+    alone = [model_alone(model, 1.0) for _ in range(repeat)]
     ratio = statistics.median(ours) / statistics.median(theirs)
     print(
         f"transform / row at a time: {ratio:.0f}; / Horovod's {HOROVOD_ROWS_PER_S:.0f} rows/s: "
@@ -110,8 +149,10 @@ def main() -> None:
         args,
         Series("transform", ours, "rows/s"),
         Series("one row at a time", theirs, "rows/s"),
+        Series("the model alone, one core", alone, "rows/s"),
+        Series(f"micro-batch of {in_batch:,} rows", in_stream, "ms"),
         *([Series("Horovod's TorchModel", of_horovod, "rows/s")] if of_horovod else []),
-        raw={"transform": ours, "row at a time": theirs, "Horovod": of_horovod},
+        raw={"transform": ours, "row at a time": theirs, "Horovod": of_horovod, "alone": alone, "stream": in_stream},
     )
 
 

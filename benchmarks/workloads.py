@@ -442,7 +442,7 @@ def ranked(name: str, rows: str, out: str) -> None:
 
 
 def epochs_in(folder: Path, count: int) -> tuple[list[float], float]:
-    """Return the seconds of each epoch after the first, of the slowest process, and the mean of their processor time."""
+    """Return the seconds of each epoch after the first, of the slowest process, and the mean processor time."""
     found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     if len(found) != count:
         raise RuntimeError(f"{len(found)} of {count} processes have ended their training")
