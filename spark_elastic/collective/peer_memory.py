@@ -179,8 +179,8 @@ def _copy(pid: int, pieces: Sequence[Copied]) -> None:
     count, size = len(pieces), sum(piece[2] for piece in pieces)
     if not size:
         return
-    here = (_Piece * count)(*((mine, nbytes) for mine, _, nbytes in pieces))
-    there = (_Piece * count)(*((theirs, nbytes) for _, theirs, nbytes in pieces))
+    here = (_Piece * count)(*(_Piece(mine, nbytes) for mine, _, nbytes in pieces))
+    there = (_Piece * count)(*(_Piece(theirs, nbytes) for _, theirs, nbytes in pieces))
     copied = _libc.process_vm_readv(pid, here, count, there, count, 0)
     if copied < 0:
         number = ctypes.get_errno()
