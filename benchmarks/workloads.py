@@ -3,7 +3,7 @@
 - table: 40 numbers and 5 ids with embeddings, a wide MLP; 2 M rows.
 - images: 32 x 32 x 3 bytes, a small residual network; 60,000 rows.
 - tokens: 8 to 64 tokens, a small transformer; 200,000 rows.
-- logistic: 10 numbers, logistic regression; 50 M rows. So little is computed that the reader is the limit.
+- logistic: 10 numbers, logistic regression; 50 M rows. So little is computed that everything else shows.
 
 `--scale 1` has these numbers of rows; the default has a share of them that ends in minutes. Each workload is trained
 three times, with one thread a process:
