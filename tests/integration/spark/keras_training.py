@@ -23,14 +23,14 @@ def train(folder: str, steps_per_execution: int = 1, validate: bool = False) -> 
     import keras
     import numpy as np
 
-    import spark_elastic.collective.gloo as gloo
+    import spark_elastic.collective.group as groups
     import spark_elastic.elastic.handlers as elastic_handlers
     import spark_elastic.keras as hvd
     from spark_elastic.collective.process import process
 
     at, note = Points(folder), Notes(folder)
     note("up")
-    _hold_at_calls(at, gloo.GlooGroup, "_connect", "rendezvous")
+    _hold_at_calls(at, groups.Group, "connect", "rendezvous")
     _hold_at_calls(at, elastic_handlers, "take_over", "sync", lambda: hvd.rank())
     hvd.init()
     note("initialised", rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size())
