@@ -149,7 +149,7 @@ def read(offer: MemoryOffer, targets: Sequence[torch.Tensor], check: Callable[[]
         _copy(offer.pid, [(ctypes.addressof(found), offer.nonce_at, _NONCE_BYTES)])
         if found.raw != offer.nonce:
             raise OSError(f"process {offer.pid} is another process here")
-        with ThreadPoolExecutor(threads, "spark_elastic-read") as pool:
+        with ThreadPoolExecutor(threads, thread_name_prefix="spark_elastic-read") as pool:
             list(pool.map(copy_share, range(threads)))
     except OSError as error:
         log.info("the state is sent and not read from the memory of process %d: %s", offer.pid, error)
