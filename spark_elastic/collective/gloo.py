@@ -261,10 +261,16 @@ class GlooGroup:
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
+            Exception: of a comparison that was begun for another group, and was completed meanwhile.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
         threading.Thread(target=self._connect, args=(introduction,), name="spark-elastic-connect", daemon=True).start()
+        of_another: Exception | None = None
+        try:
+            self.negotiation.serve_begun(self._over.is_set)
+        except Exception as error:
+            of_another = error
         self._over.wait()
         with self._lock:
             if self._why is not None or self._failure is not None:
@@ -276,6 +282,9 @@ class GlooGroup:
             raise HorovodInternalError(
                 f"the members of round {self.round} could not be connected: {why or failure}"
             ) from failure
+        if of_another is not None:
+            self.close()
+            raise of_another
         _groups.add(self)
 
     def connect_late(self) -> None:
@@ -445,11 +454,19 @@ class GlooGroup:
             self.log.stalled()
         self._link.blocked(begins)
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part."""
+    def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
+        """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part.
+
+        Args:
+            mine: the bytes of this member.
+            serve: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
+        """
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = sent.new_empty((self.size, sent.numel()))
-        self.wait(self._launch("_allgather_base", everyone.view(-1), sent))
+        work = self._launch("_allgather_base", everyone.view(-1), sent)
+        if serve:
+            self.negotiation.serve_others(work)
+        self.wait(work)
         return [row.numpy().tobytes() for row in everyone]
 
     def wait(self, work: Any) -> None:

@@ -194,7 +194,11 @@ class Negotiation:
         The other members of those groups then launch the compared collectives. They need slots in shared memory that
         are free only once this member has launched the same collectives, and they come to `work` only after that.
         """
-        self._serve(work.is_completed, lambda other: other._comparison is not None, begin=False)
+        self.serve_begun(work.is_completed)
+
+    def serve_begun(self, is_over: Callable[[], bool]) -> None:
+        """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
+        self._serve(is_over, lambda other: other._comparison is not None, begin=False)
 
     def serve_until(self, is_over: Callable[[], bool]) -> None:
         """Compare the queues of other groups until `is_over()`, or until nothing is queued."""

@@ -404,7 +404,7 @@ def find_peers(
     try:
         if not announcements:
             mine = offer.announcement + offer.setting.encode().ljust(_SETTING_BYTES)
-            everyone = group.exchange(mine)
+            everyone = group.exchange(mine, serve=True)
             settings = [each[-_SETTING_BYTES:].decode().rstrip() for each in everyone]
             announcements = [everyone[rank][:-_SETTING_BYTES] for rank in here]
         if offer.segment is not None:
@@ -420,7 +420,7 @@ def find_peers(
                 found = HostPeers(offer.segment, here.index(group.rank), peers, cores, demanded)
                 offer.segment = None
         if agree is None:
-            agreed = all(any(answer) for answer in group.exchange(bytes([found is not None])))
+            agreed = all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True))
         else:
             agreed = agree(found, offer.segment if found is None else found.own)
         if agreed:
