@@ -44,18 +44,24 @@ def world_is_cut():
 
 
 def late_for_the_data():
-    """Have this process take its part of the next broadcast only after the world was cut.
+    """Have this process see the end of the next broadcast only after the world was cut.
 
-    Ranks compare what they call before data is sent; after that, some can complete a broadcast without the others.
+    A collective is done for a rank as soon as all others have launched it, whether or not they have come to its end.
     """
     from spark_elastic.collective import objects
 
     receive = objects._receive
 
-    def late(*args):
-        objects._receive = receive
-        wait_for(world_is_cut, "the cut")
-        return receive(*args)
+    def late(group, root):
+        objects._receive, wait = receive, group.wait
+
+        def wait_late(work):
+            del group.wait
+            wait_for(world_is_cut, "the cut")
+            return wait(work)
+
+        group.wait = wait_late
+        return receive(group, root)
 
     objects._receive = late
 
