@@ -335,6 +335,7 @@ def main() -> int:
             if added:
                 return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **added}).returncode
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # a session reads it as its JVM starts, which serves all storms
     if args.seconds is None:
         args.seconds = float("inf") if args.faults < 10**9 else 15.0 if args.short else 40.0
     storms: list[dict[str, Any]] = []

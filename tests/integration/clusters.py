@@ -32,7 +32,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
 from tests.integration.network import Network
-from tests.integration.processes import MARK, assert_gone, children, marked, wait_until
+from tests.integration.processes import MARK, assert_gone, children, marked, wait_until, waits_for_a_jvm
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -150,6 +150,12 @@ class Cluster:
         with contextlib.suppress(Exception):  # a test may have stopped the session itself
             wait_until(self._no_task_runs, TASKS_END_S, "no task runs")
         self.spark.stop()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.processes(), 5.0, "all processes have ended")
+        for pid, command in self.processes().items():
+            if waits_for_a_jvm(pid, command):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         assert_gone(self.processes, 10.0)
         # local-cluster leaves its executors' folders inside the installed package; SPARK_WORKER_DIR does not reach it.
         shutil.rmtree(SPARK_HOME / "work" / self._application, ignore_errors=True)
