@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import gloo, shared_memory
 from spark_elastic.collective.process import process
 from spark_elastic.elastic.loop import frontend
+from tests.integration.processes import wait_until
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -235,6 +237,10 @@ def test_a_member_lost_during_a_late_connection_ends_it(how):
             assert all("has left the round" in results[rank][1] for rank in (0, 2, 3))
 
 
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
 def connects_in_many_worlds(worlds: int):
     hvd.init()
     found = []
@@ -243,8 +249,9 @@ def connects_in_many_worlds(worlds: int):
         assert not is_connected()
         assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
         if number in (worlds // 2, worlds - 1):
-            time.sleep(1.0)  # ended groups are destroyed after a moment
+            wait_until(lambda: "spark-elastic-gloo-ends" not in thread_names(), 30.0, "the end of the old groups")
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(gloo._devices)))
+            hvd.barrier()  # whoever leaves the world ends the connections of the others
     return found
 
 
