@@ -190,6 +190,7 @@ CAPTIONS = {
     "fit_kept.json": "the same with keep_workers, and a second fit on the same rows",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
+    "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
     "membership-changes.json": "resources that the processes still hold after ten thousand changes of the world",
     "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
