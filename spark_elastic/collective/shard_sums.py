@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,16 +92,34 @@ class PartialSums:
         for node in nodes:
             self._merges += _merges(node)
         self._added = 0
-        self.values: list[list[torch.Tensor] | None] = []
-        """The sums, one list of tensors for each node; None stands for zeros."""
+        self._sums: list[_Sum] = []
 
-    def add(self, tensors: list[torch.Tensor] | None) -> None:
-        """Add the tensors of the next shard, which are changed from now on; None: the shard is empty."""
-        self.values.append(tensors)
+    def add(self, tensors: list[torch.Tensor] | None, *, given: bool = True) -> None:
+        """Add the tensors of the next shard.
+
+        Args:
+            tensors: the tensors; None: the shard is empty.
+            given: they may be changed from now on; otherwise they are only read.
+        """
+        self._sums.append(_Sum(tensors, given))
         for _ in range(self._merges[self._added]):
-            right, left = self.values.pop(), self.values.pop()
-            self.values.append(_added(left, right))
+            right, left = self._sums.pop(), self._sums.pop()
+            self._sums.append(_added(left, right))
         self._added += 1
+
+    @property
+    def values(self) -> list[list[torch.Tensor] | None]:
+        """The sums, one list of tensors for each node, to be read; None stands for zeros."""
+        return [each.tensors for each in self._sums]
+
+    def total(self) -> list[torch.Tensor] | None:
+        """Return the sum over all shards, which are this member's; a zero in it has no sign, see `_Flat.fill`."""
+        ((tensors, own),) = self._sums
+        if tensors and own:
+            torch._foreach_add_(tensors, 0.0)
+        elif tensors:
+            tensors = list(torch._foreach_add(tensors, 0.0))
+        return tensors
 
     @property
     def complete(self) -> bool:
@@ -117,11 +135,22 @@ def _merges(node: Node) -> list[int]:
     return found
 
 
-def _added(left: list[torch.Tensor] | None, right: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
-    if left is None or right is None:
-        return right if left is None else left
-    if left:
-        torch._foreach_add_(left, right)
+class _Sum(NamedTuple):
+    """The sum of some shards' tensors; None stands for zeros."""
+
+    tensors: list[torch.Tensor] | None
+    own: bool
+    """The tensors may be changed."""
+
+
+def _added(left: _Sum, right: _Sum) -> _Sum:
+    if left.tensors is None or right.tensors is None:
+        return right if left.tensors is None else left
+    if not left.tensors:
+        return left
+    if not left.own:
+        return _Sum(list(torch._foreach_add(left.tensors, right.tensors)), True)
+    torch._foreach_add_(left.tensors, right.tensors)
     return left
 
 
@@ -258,11 +287,9 @@ class ShardReduction:
             raise
         process.saw_update(process.update_pending)
         numbers.add_(0.0)
-        (value,) = sums.values
+        value = sums.total()
         if value is None:
             return [torch.zeros_like(tensor) for tensor in like]
-        if value:
-            torch._foreach_add_(value, 0.0)  # see `_Flat.fill`
         return value
 
     def gather(self, numbers: torch.Tensor) -> torch.Tensor:

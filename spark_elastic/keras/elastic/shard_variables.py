@@ -15,6 +15,8 @@ from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import describe
 
 _EXACT_IN_FLOAT64 = 2.0**53
+_FEW = 8
+"""So many variables are read and assigned one by one sooner than a graph is called."""
 
 
 class ShardVariables:
@@ -65,14 +67,19 @@ class ShardVariables:
 
     def begin_shard(self, seeds: Sequence[Any]) -> None:
         """Give all variables the values from before the step, and the seeds these values."""
-        self._begin(self._before[len(self.seeds) :], [np.asarray(each, np.int64) for each in seeds])
+        self._begin(self._before[len(self.seeds) :], self._seed_values(seeds))
 
     def set_seeds(self, seeds: Sequence[Any]) -> None:
         """Give the seeds these values, and leave other variables as they are."""
-        self._set_seeds([np.asarray(each, np.int64) for each in seeds])
+        self._set_seeds(self._seed_values(seeds))
+
+    def _seed_values(self, seeds: Sequence[Any]) -> list[Any]:
+        return [np.asarray(each, kind) for each, kind in zip(seeds, self._seed_kinds, strict=True)]
 
     def end_shard(self, shard: int) -> torch.Tensor:
         """Return by how much the shard has changed the variables, and a flag for each other one: float64."""
+        if not self._width:
+            return torch.zeros(0, dtype=torch.float64)
         vector = self._end(self._before[len(self.seeds) :]).numpy()
         if self._others and vector[len(vector) - len(self._others) :].any():
             self._left[shard] = [variable.numpy() for variable in self._others]
@@ -94,6 +101,8 @@ class ShardVariables:
             UsageError: Shards have left different values in a variable that cannot be combined.
             HorovodInternalError: A peer is gone.
         """
+        if not self._width:
+            return
         others = len(self._others)
         flags = rows[:, rows.shape[1] - others :]
         present = [shard for shard, count in enumerate(counts.tolist()) if count]
@@ -110,6 +119,7 @@ class ShardVariables:
 
     def _build(self, seeds: list[Any], metrics: list[Any], norms: list[Any], others: list[Any]) -> None:
         self.seeds = seeds
+        self._seed_kinds = [variable.dtype.as_numpy_dtype for variable in seeds]
         self._others, self._names = list(map(_native, others)), [describe(each).path for each in others]
         counted = [*metrics, *norms]
         everything = [*counted, *self._others]
@@ -117,12 +127,17 @@ class ShardVariables:
         self._sums = sum(sizes[: len(metrics)])
         self._width = sum(sizes) + len(self._others)
 
+        few = len(seeds) + len(everything) <= _FEW
+
         def graph(function: Any) -> Any:
             return tf.function(function, autograph=False)
 
+        def moves(function: Any) -> Any:
+            return function if few else graph(function)
+
         def set_seeds(values: list[Any]) -> None:
             for variable, value in zip(seeds, values, strict=True):
-                variable.assign(tf.cast(value, variable.dtype), read_value=False)
+                variable.assign(value, read_value=False)
 
         def begin(before: list[Any], values: list[Any]) -> None:
             set_seeds(values)
@@ -151,9 +166,9 @@ class ShardVariables:
             for variable, value in zip(self._others, before[len(counted) :], strict=True):
                 variable.assign(value, read_value=False)
 
-        self._begin, self._set_seeds, self._put_back = graph(begin), graph(set_seeds), graph(put_back)
+        self._begin, self._set_seeds, self._put_back = moves(begin), moves(set_seeds), moves(put_back)
         self._end, self._end_step = graph(end), graph(end_step)
-        self._read = graph(lambda: [variable.read_value() for variable in (*seeds, *everything)])
+        self._read = moves(lambda: [variable.read_value() for variable in (*seeds, *everything)])
 
     # --- variables without a rule ---------------------------------------------------------------------------
 

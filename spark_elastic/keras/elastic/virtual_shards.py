@@ -44,6 +44,9 @@ class KerasVirtualShard(VirtualShard):
     def __init__(self, *args: Any, take: Callable[[Sequence[Any]], list[torch.Tensor]]) -> None:
         super().__init__(*args)
         self.taken: list[torch.Tensor] | None = None
+        """The gradients so far. Until a second call they are TensorFlow's, which may use their memory elsewhere too."""
+        self.own = False
+        """`taken` may be changed."""
         self._take = take
 
     def add_gradients(self, gradients: Iterable[Any]) -> None:
@@ -57,7 +60,7 @@ class KerasVirtualShard(VirtualShard):
         if self.taken is None:
             self.taken = found
         elif found:
-            torch._foreach_add_(self.taken, found)
+            self.taken, self.own = list(torch._foreach_add(self.taken, found)), True
 
 
 class KerasVirtualWorkers:
@@ -172,7 +175,7 @@ class KerasVirtualWorkers:
                         f"shard {index} of the batch was given no gradients: call shard.add_gradients for each, or "
                         "workers.shards(..., training=False) where nothing is trained"
                     )
-                sums.add(shard.taken if training else [])
+                sums.add(shard.taken if training else [], given=shard.own)
                 matrix[index, 0] = stop - start
                 matrix[index, 1 : 1 + summed] = numbers[index]
                 matrix[index, 1 + summed :] = self._variables.end_shard(index)
@@ -266,8 +269,7 @@ class KerasVirtualWorkers:
                     f"the gradient of {describe(variable)} is {dense.dtype.name} {list(dense.shape)}; give the "
                     "gradients for model.trainable_variables, in their order"
                 )
-            # a copy: TensorFlow may use this memory for other tensors too, and it is added to
-            taken.append(torch_of(array_of(dense)).clone())
+            taken.append(torch_of(array_of(dense)))
         return taken
 
     def _exchange(self, like: Sequence[torch.Tensor], sums: PartialSums, matrix: torch.Tensor, vote: float) -> float:
