@@ -5,9 +5,9 @@ socket whose name is made from the executor's process id; the first agent starts
 worker's ends of the agent's pipes and nothing else: the job's key and function go through those pipes, so the template
 never holds them. Each forked worker serves one job.
 
-The template stays for `keep_workers` seconds after its last worker has ended, and ends at once with the executor's JVM
-or Spark's Python daemon. An agent's death closes its connection, and the template then kills its worker. The kernel
-kills all workers of a template that dies.
+The template stays for `keep_workers` seconds after its last worker has ended. It ends at once with the executor's JVM,
+and forks no more workers after the end of Spark's Python daemon. An agent's death closes its connection, and the
+template then kills its worker. The kernel kills all workers of a template that dies.
 
 A process that has several threads is not forked safely. The template has one: it imports, and calls nothing. If one of
 the modules starts a thread, the template refuses, and agents start their workers themselves.
@@ -89,7 +89,8 @@ class TemplateAddress:
     """Where the template of an executor is reached, and when it ends.
 
     Attributes:
-        guardians: Processes with which the template ends. The first gives it its name.
+        guardians: Processes with which the template ends: at once with the first, which gives it its name, and with the
+            others as soon as it has no worker.
         keep_s: Seconds for which it stays after its last worker.
     """
 
@@ -109,14 +110,18 @@ class TemplateAddress:
         return TemplateAddress(tuple(guardians), keep_s) if usable and guardians and keep_s > 0 else None
 
     def name(self) -> bytes:
-        """Return the name of the socket. Process ids are used again, so the time of the process's start is in it.
+        """Return the name of the socket.
+
+        Process ids are used again, so the time of the process's start is in it. Containers can share a network, and
+        with it the names of sockets, but not their process ids, so the number of the namespace of those is in it too.
 
         Raises:
             OSError: The executor is gone.
         """
         with open(f"/proc/{self.guardians[0]}/stat", encoding="utf-8", errors="replace") as stat:
             started = stat.read().rpartition(")")[2].split()[19]
-        return f"\0spark_elastic-template-{os.getuid()}-{self.guardians[0]}-{started}".encode()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        return f"\0spark_elastic-template-{os.getuid()}-{self.guardians[0]}-{started}-{namespace}".encode()
 
     def connect(self, env: Mapping[str, str], modules: Sequence[str]) -> socket.socket:
         """Return a connection to the template. Starts one if there is none.
@@ -152,8 +157,13 @@ class TemplateAddress:
         Raises:
             TemplateUnavailableError: As of `connect`.
         """
-        with self.connect(env, modules) as connection:
-            connection.send(self.request(env, modules))
+        try:
+            with self.connect(env, modules) as connection:
+                connection.send(self.request(env, modules))
+        except TemplateUnavailableError:
+            raise
+        except OSError as error:  # it has just ended
+            raise TemplateUnavailableError(f"the template takes no request: {error}") from error
 
     def request(self, env: Mapping[str, str], modules: Sequence[str]) -> bytes:
         """Return the request for a worker."""
@@ -176,10 +186,11 @@ class TemplateAddress:
                 *modules,
             ]
             program = [sys.executable, "-m", "spark_elastic.task.main", "template", *arguments]
+            not_of_a_job = {name: value for name, value in env.items() if not name.startswith(_LATE_PREFIXES)}
             subprocess.run(
                 ["/bin/sh", "-c", _DETACHED, "sh", *program],
                 pass_fds=[listener.fileno()],
-                env=dict(env),
+                env=not_of_a_job,
                 start_new_session=True,
                 check=True,
             )
@@ -260,8 +271,8 @@ class ForkedProcess:
         self._tries += 1
         self._connection = self._template.connect(self._env, self._modules)
         self._connection.setblocking(False)
-        request = self._template.request(self._env, self._modules)
         try:
+            request = self._template.request(self._env, self._modules)
             socket.send_fds(self._connection, [request], list(self._ends.all()))
         except OSError as error:
             self._connection.close()
@@ -275,9 +286,10 @@ class ForkedProcess:
         if self.pid is not None:
             kill_group(self.pid)
         else:
+            self._is_over = True
             self._disconnect()
             self._ends.close()
-            self._loop.call_soon(self._end, -signal.SIGKILL)
+            self._loop.call_soon(self._ended, -signal.SIGKILL)
 
     def _heard(self) -> None:
         try:
@@ -396,12 +408,20 @@ class _Template:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def watch(self, guardians: Sequence[int]) -> None:
-        """End with each of these processes."""
-        for pid in guardians:
+        """End with these processes; see `TemplateAddress`."""
+        for number, pid in enumerate(guardians):
             try:
-                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, self._end)
+                pidfd = os.pidfd_open(pid)
             except OSError:
                 self._end()
+            ended = functools.partial(self._lost_daemon, pidfd) if number else self._end
+            self._selector.register(pidfd, selectors.EVENT_READ, ended)
+
+    def _lost_daemon(self, pidfd: int) -> None:
+        """End with the last worker. Spark replaces a daemon that it has lost; agents go on without one."""
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self._retire()
 
     def serve(self) -> NoReturn:
         while True:
@@ -493,6 +513,7 @@ class _Template:
 
     def _fork(self, ends: Ends, env: Mapping[str, str]) -> int:
         template = os.getpid()
+        sys.stdout.flush()  # or the worker would show what an import of another job has printed
         pid = os.fork()
         if pid:
             return pid
@@ -513,6 +534,9 @@ class _Template:
             if descriptor not in kept:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.close(descriptor)
+        # a shell has started the template in the background, and has it ignore these
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         for name in [name for name in os.environ if _is_late(name)]:
             del os.environ[name]
         os.environ.update(env)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.task.worker_process import WorkerProcess
-from spark_elastic.task.worker_template import TemplateAddress, settings_of
+from spark_elastic.task.worker_template import TemplateAddress, TemplateUnavailableError, settings_of
 from spark_elastic.wire.messages import LaunchSpec
 from tests.integration.processes import is_running, wait_until
 from tests.unit.task.test_worker_process import Watcher
@@ -28,17 +29,22 @@ NO_AGENT = 76
 @pytest.fixture
 def executor():
     """A process in the role of an executor's JVM: its templates end with it."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    process = sleeping()
     yield process
     process.kill()
     process.wait()
 
 
+def sleeping():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+
+
 class Agent:
     """Starts workers through the template of an executor."""
 
-    def __init__(self, executor, keep_s=20.0, env=None, modules=("json",)):
-        self._address = TemplateAddress.of([executor.pid], keep_s)
+    def __init__(self, executor, keep_s=20.0, env=None, modules=("json",), daemon=None):
+        guardians = [executor.pid] if daemon is None else [executor.pid, daemon.pid]
+        self._address = TemplateAddress.of(guardians, keep_s)
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
         self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules)
 
@@ -164,6 +170,30 @@ def test_template_and_workers_die_with_the_executor(executor):
     agent.stdout.close()
 
 
+def test_worker_outlives_sparks_daemon_and_the_template_ends_with_it(executor):
+    daemon, next_daemon = sleeping(), sleeping()
+
+    async def job():
+        worker, old, watcher = await Agent(executor, daemon=daemon).started()
+        daemon.kill()
+        daemon.wait()
+        await asyncio.sleep(0.5)
+        other, new, watcher_of_other = await Agent(executor, daemon=next_daemon).started()
+        for each, its_watcher in ((worker, watcher), (other, watcher_of_other)):
+            each.release()
+            assert await ended(its_watcher) == NO_AGENT, "nobody has killed it"
+        return old, new
+
+    try:
+        old, new = live(job())
+        assert old != new
+        wait_for_end(old)
+    finally:
+        for each in (daemon, next_daemon):
+            each.kill()
+            each.wait()
+
+
 def test_job_with_another_environment_gets_another_template_and_the_old_one_ends(executor):
     async def jobs():
         first, old, watcher_of_first = await Agent(executor).started()
@@ -250,27 +280,81 @@ def test_template_holds_no_pipe_of_a_worker(executor):
     assert [each for each in live(job()) if each.startswith("pipe:")] == []
 
 
-def test_forked_workers_draw_other_random_numbers(executor, tmp_path):
-    (tmp_path / "drawing.py").write_text("""
-import os, random, sys
+def shown_by_workers(executor, folder, shown, count=1, before=""):
+    """Return the words that workers of one template print, each when it is about to wait for its function."""
+    (folder / "showing.py").write_text(f"""
+import os, random, signal, sys
 import numpy
+{before}
 def show():
-    print("drawn", os.getpid(), random.random(), numpy.random.rand(), flush=True)
+    print("shown", {shown}, flush=True)
 main = sys.modules["__main__"]
 load, main._take_stdin = main._take_stdin, lambda: (lambda control: (show(), control)[1])(load())
 """)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONUNBUFFERED": ""}
 
     async def job():
         lines = []
-        for _ in range(2):
-            worker, _, watcher = await Agent(executor, env={"PYTHONPATH": path}, modules=("drawing",)).started()
+        for _ in range(count):
+            worker, _, watcher = await Agent(executor, env=env, modules=("showing",)).started()
             worker.release()
             await ended(watcher)
-            lines += [line.split() for line in watcher.lines if line.startswith("drawn")]
+            lines += [line.split() for line in watcher.lines]
         return lines
 
-    one, two = live(job())
+    return live(job())
+
+
+def test_forked_workers_draw_other_random_numbers(executor, tmp_path):
+    shown = "os.getpid(), random.random(), numpy.random.rand()"
+    one, two = shown_by_workers(executor, tmp_path, shown, count=2)
     assert one[1] != two[1]
     assert one[2] != two[2]
     assert one[3] != two[3]
+
+
+def test_forked_worker_takes_signals_as_one_that_its_agent_starts(executor, tmp_path):
+    """The shell that starts a program in the background has it ignore the signals of a terminal."""
+    shown = "signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGQUIT).name"
+    assert shown_by_workers(executor, tmp_path, shown) == [["shown", "True", "SIG_DFL"]]
+
+
+def test_worker_does_not_show_what_the_template_has_imported(executor, tmp_path):
+    assert shown_by_workers(executor, tmp_path, "1", count=2, before="print('imported')") == [["shown", "1"]] * 2
+
+
+def test_template_holds_no_late_variable_of_the_job_that_has_started_it(executor):
+    async def job():
+        worker, template, watcher = await Agent(executor, env={"MLFLOW_TRACKING_TOKEN": "of this job"}).started()
+        environment = Path(f"/proc/{template}/environ").read_bytes()
+        worker.release()
+        await ended(watcher)
+        return environment
+
+    assert b"of this job" not in live(job())
+
+
+def test_worker_that_is_killed_twice_before_it_is_forked_ends_once(executor):
+    async def job():
+        worker, watcher = Agent(executor).start()
+        worker.kill()
+        worker.kill()
+        return await ended(watcher)
+
+    assert live(job()) == -signal.SIGKILL
+
+
+def test_template_that_ends_while_it_is_asked_is_unavailable():
+    class Ending(TemplateAddress):
+        def connect(self, env, modules):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.close()
+            return ours
+
+    with pytest.raises(TemplateUnavailableError):
+        Ending((os.getpid(),), 1.0).prepare(dict(os.environ), ["json"])
+
+
+def test_containers_with_a_common_network_have_templates_of_other_names():
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    assert TemplateAddress((os.getpid(),), 1.0).name().endswith(f"-{namespace}".encode())

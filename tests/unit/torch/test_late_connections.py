@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective import gloo, shared_memory
+from spark_elastic.collective.gloo_shutdown import open_sockets
 from spark_elastic.collective.process import process
 from spark_elastic.elastic.loop import frontend
 from tests.integration.processes import wait_until
@@ -116,6 +118,31 @@ def uses_a_set_first():
 
 def test_groups_of_sets_that_were_connected_before_do_not_disturb_a_late_connection():
     assert together(uses_a_set_first, 3) == [([0, 1], [0, 1, 2])] * 3
+
+
+def listens_at() -> int:
+    """Return the number of ports at which this process listens."""
+    tables = "".join(Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for line in tables.splitlines() if "local_address" not in line]
+    listening = {int(row[9]) for row in rows if row[3] == "0A"}
+    return len(listening & set(open_sockets().values()))
+
+
+def counts_its_ports():
+    hvd.init()
+    found = [listens_at()]
+    for ranks in ([0, 1], [0, 1, 2]):
+        chosen = hvd.add_process_set(ranks)
+        if chosen.included():
+            hvd.allgather(torch.ones(1), process_set=chosen)
+    found.append(listens_at())
+    hvd.allgather(torch.ones(1))
+    found.append(listens_at())
+    return found
+
+
+def test_a_worker_listens_at_one_port_and_at_a_second_one_for_late_connections():
+    assert together(counts_its_ports, 3) == [[1, 1, 2]] * 3
 
 
 def is_lost(how: str):
