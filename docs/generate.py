@@ -187,6 +187,7 @@ CAPTIONS = {
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
+    "fit_with_horovod.json": "the same of an earlier version, beside Horovod's estimator",
     "fit_kept.json": "the same with keep_workers, and a second fit on the same rows",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",

@@ -250,12 +250,15 @@ def test_the_package_claims_only_the_frameworks_that_it_has() -> None:
 
 FIGURES = [
     ("README.md", "fit.json", "fit: wall", "takes {:.1f} s", 1),
-    ("README.md", "fit.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
+    ("README.md", "fit_with_horovod.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
+    ("README.md", "fit_with_horovod.json", "fit: wall", "which took {:.1f} s", 1),
     ("README.md", "fit.json", "by hand: wall", "in TorchDistributor {:.1f} s", 1),
     ("README.md", "transform.json", "transform", "transforms {:.0f} k rows/s", 1000),
     ("README.md", "transform.json", "Horovod's TorchModel", "Horovod's {:.1f} k", 1000),
     ("docs/benchmarks.md", "recovery-worker-processes.json", "worker -> next step, 3 -> 2", "| {:.0f} ms (p99", 1),
     ("docs/benchmarks.md", "start-local-cluster.json", "run -> first step", "| {:.1f} s |", 1),
+    ("docs/benchmarks.md", "recovery-worker-processes-keras.json", "worker -> next step, 3 -> 2", "3 → 2 / 2 → 1 | {:.0f} /", 1),
+    ("docs/benchmarks.md", "large-join.json", "4 MB: pause beyond a usual step", "| {:.0f} / 70 / 1,110 ms", 1),
 ]
 """(page, file of results, series, the words that its median stands in, divided by)."""
 
