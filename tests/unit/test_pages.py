@@ -257,7 +257,13 @@ FIGURES = [
     ("README.md", "transform.json", "Horovod's TorchModel", "Horovod's {:.1f} k", 1000),
     ("docs/benchmarks.md", "recovery-worker-processes.json", "worker -> next step, 3 -> 2", "| {:.0f} ms (p99", 1),
     ("docs/benchmarks.md", "start-local-cluster.json", "run -> first step", "| {:.1f} s |", 1),
-    ("docs/benchmarks.md", "recovery-worker-processes-keras.json", "worker -> next step, 3 -> 2", "3 → 2 / 2 → 1 | {:.0f} /", 1),
+    (
+        "docs/benchmarks.md",
+        "recovery-worker-processes-keras.json",
+        "worker -> next step, 3 -> 2",
+        "3 → 2 / 2 → 1 | {:.0f} /",
+        1,
+    ),
     ("docs/benchmarks.md", "large-join.json", "4 MB: pause beyond a usual step", "| {:.0f} / 70 / 1,110 ms", 1),
 ]
 """(page, file of results, series, the words that its median stands in, divided by)."""
