@@ -353,13 +353,13 @@ class Serving:
                 valid = np.flatnonzero(~read.missing(batch))
             given = batch if len(valid) == batch.num_rows else batch.take(pa.array(valid))
             if len(valid):
-                values, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
+                parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
                 if undecided.any():
                     self._check_undecided(undecided)
-                    valid, values = valid[~undecided], [each[~undecided] for each in values]
+                    valid = valid[~undecided]
             else:
-                values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
-            arrays = [arrow_array(column, each) for column, each in zip(self.added, values, strict=True)]
+                parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
+            arrays = [_joined(column, each) for column, each in zip(self.added, parts, strict=True)]
             if len(valid) < batch.num_rows and self.handle_invalid == "keep":
                 positions = np.full(batch.num_rows, -1)
                 positions[valid] = np.arange(len(valid))
@@ -383,16 +383,20 @@ class Serving:
 
     def _values(
         self, predict: Predictor, features: dict[str, Any], rows: int
-    ) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the values of each added column, and which rows have no prediction, for one Arrow batch."""
+    ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
+        """Compute one Arrow batch in batches of the model.
+
+        Returns:
+            For each added column, the values of each part, without those of rows that have no prediction; and which
+            rows have none.
+        """
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
             part = {name: value[start : start + self.batch_size] for name, value in features.items()}
             values, wrong = self._part(predict, part, min(self.batch_size, rows - start))
-            parts.append(values)
+            parts.append([each[~wrong] for each in values] if wrong.any() else values)
             undecided.append(wrong)
-        whole = [np.concatenate(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
-        return whole, np.concatenate(undecided)
+        return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
 
     def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
         """Return the same as `_values` for one batch of the model.
@@ -412,6 +416,15 @@ class Serving:
         if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
             undecided |= np.isnan(outputs[0]).reshape(rows, -1).any(axis=1)
         return [column.values(outputs) for column in self.added], undecided
+
+
+def _joined(column: AddedColumn, parts: Sequence[Array]) -> pa.Array:
+    """Return a column's values of all parts, whose rows may have arrays of another length in each of them."""
+    import pyarrow as pa
+
+    if len({each.shape[1:] for each in parts}) > 1:
+        return pa.concat_arrays([arrow_array(column, each) for each in parts])
+    return arrow_array(column, np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
 _lock = threading.Lock()

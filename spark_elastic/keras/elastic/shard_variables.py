@@ -85,6 +85,15 @@ class ShardVariables:
             self._left[shard] = [variable.numpy() for variable in self._others]
         return torch.from_numpy(np.array(vector))
 
+    def check_metrics(self) -> None:
+        """Raise UsageError if a shard has made variables of a metric, which would have this worker's rows alone."""
+        for metric in self._metrics:
+            if any(id(_native(each)) not in self._known for each in metric.variables):
+                raise UsageError(
+                    f"the metric {metric.name} has made its variables in a shard; make them before, on all workers: "
+                    "call it on some rows and then its reset_state()"
+                )
+
     def put_back(self) -> None:
         """Put all variables back to the values from before the step, which has failed or did not train."""
         self._put_back(self._before)

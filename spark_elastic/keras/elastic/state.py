@@ -312,9 +312,15 @@ class KerasSteps(OptimizerSteps):
     def _values_kept(self, model: Any) -> Iterator[None]:
         """Put the variables of the state back, which a step in this context changes, and the model's metrics."""
         handlers = self._handlers.of(VariablesHandler).values()
-        variables = [each for handler in handlers for each in handler.variables()]
+        found = [each for handler in handlers for each in handler.variables()]
+        # a model that was compiled after the state was made has an optimizer that the state does not know yet
+        found += [*model.variables, *model.optimizer.variables]
+        variables = list({id(each): each for each in found}.values())
         copies = backend.copy_values(variables)
-        applied = [(steps, steps.applied()) for steps in self.snapshots.reducing()]
+        reducing = self.snapshots.reducing()
+        if reduces(model.optimizer) and model.optimizer._steps not in reducing:
+            reducing.append(model.optimizer._steps)
+        applied = [(steps, int(steps.applied())) for steps in reducing]
         try:
             yield
         finally:

@@ -180,6 +180,7 @@ class KerasVirtualWorkers:
                 matrix[index, 1 : 1 + summed] = numbers[index]
                 matrix[index, 1 + summed :] = self._variables.end_shard(index)
             others.check()
+            self._variables.check_metrics()
             vote = self._exchange(trained, sums, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + summed])
             self._variables.combine(matrix[:, 1 + summed :], matrix[:, 0], training)

@@ -37,7 +37,7 @@ from spark_elastic.ml.keras.metrics import (
 )
 from spark_elastic.ml.keras.steps import StepGraphs
 from spark_elastic.ml.preparation import WEIGHT
-from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
+from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, first_rows
 from spark_elastic.ml.training.saving import CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
@@ -199,6 +199,10 @@ class KerasEngine(Engine):
         if self._exact is None:
             return super().measure_together(batches, before)
         return self._exact.measure(batches, before, self._validated.epoch, self.callbacks.test_batch), ()
+
+    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:
+        if self._exact is not None:
+            self._exact.seed_callbacks(event, epoch, position)
 
     def environment(self) -> Mapping[str, str]:
         return {} if self._exact is None else self._exact.workers.environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
 from spark_elastic.ml.keras.feeding import BatchFeeder
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
+from spark_elastic.ml.training.engine import CallbackEvent
 from spark_elastic.ml.training.spec import Progress, Sums, Training, add_sums
 
-_TRAIN, _ROWS, _VALIDATE = range(3)
-"""The last number of the key of a shard's random numbers: of its passes, of `transformation_fn`, of a validation."""
+_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
+"""The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
+callbacks."""
 
 Arrays = tuple[Any, ...]
 
@@ -84,20 +87,28 @@ class KerasExactSteps:
         self._graphs.update(workers.gradients)
         return np.append(tree_sum(numbers).numpy(), votes), own_loss
 
+    def seed_callbacks(self, event: CallbackEvent, epoch: int, position: int) -> None:
+        """Seed the random generators for an event of callbacks; see `Engine.seed_callbacks`."""
+        self.workers.seed_shard((epoch, position, _CALLBACKS), event)
+
     def measure(
         self,
         batches: Iterable[Batch],
         before: Sums,
         epoch: int,
-        around: Callable[[int], AbstractContextManager[None]],
+        around: Callable[[int, Callable[[CallbackEvent], None]], AbstractContextManager[None]],
     ) -> Sums:
-        """Measure batches of a validation, each within `around(its number)`; see `Engine.measure_together`."""
+        """Measure batches of a validation, each within `around(its number, seed)`; see `Engine.measure_together`.
+
+        `seed` seeds the random generators for an event of callbacks at this batch.
+        """
         workers = self.workers
         tables: list[torch.Tensor] = []
         with workers.variables_kept() as put_back:
             for batch in batches:
                 table = torch.zeros((workers.count, self._width("val_")), dtype=torch.float64)
-                with around(batch.start // batch.global_rows):
+                seed = partial(self.seed_callbacks, epoch=epoch, position=batch.start)
+                with around(batch.start // batch.global_rows, seed):
                     for index, parts in self._parts(batch, (epoch, batch.start, _VALIDATE)).items():
                         put_back()
                         workers.seed_shard((epoch, batch.start, _VALIDATE), index)

@@ -222,7 +222,10 @@ def config_of(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "keras" and isinstance(arguments, Mapping):
         accepted = inspect.signature(type(value).__init__).parameters
         for name, each in arguments.items():
-            if name in accepted and each != accepted[name].default:
+            if isinstance(each, np.ndarray):
+                # as a list: Keras would take its own description of an array for the argument itself
+                config["config"][name] = each.tolist()
+            elif name in accepted and each != accepted[name].default:
                 config["config"].setdefault(name, keras.saving.serialize_keras_object(each))
     return config
 

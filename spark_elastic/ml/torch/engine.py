@@ -26,7 +26,7 @@ from spark_elastic.ml.torch.model_step import StepPlace
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
-from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, gather_pieces
+from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, gather_pieces
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
@@ -227,6 +227,10 @@ class TorchEngine(Engine):
         if self._exact is None:
             return super().measure_together(batches, before)
         return self._exact.measure(batches, before, self._validated.epoch)
+
+    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:
+        if self._exact is not None:
+            self._exact.seed_callbacks(event, epoch, position)
 
     def environment(self) -> Mapping[str, str]:
         return {} if self._exact is None else self._exact.workers.environment

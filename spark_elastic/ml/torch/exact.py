@@ -14,12 +14,13 @@ from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.engine import gather_pieces
+from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers, align_tensor
 
-_TRAIN, _ROWS, _VALIDATE = range(3)
-"""The last number of the key of a shard's random numbers: of its passes, of `transformation_fn`, of a validation."""
+_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
+"""The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
+callbacks."""
 
 
 class ExactSteps:
@@ -76,6 +77,10 @@ class ExactSteps:
         own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else (), own_loss
+
+    def seed_callbacks(self, event: CallbackEvent, epoch: int, position: int) -> None:
+        """Seed the random generators for an event of callbacks; see `Engine.seed_callbacks`."""
+        self.workers.seed_shard((epoch, position, _CALLBACKS), event)
 
     def measure(self, batches: Iterable[Batch], before: Sums, epoch: int) -> tuple[Sums, tuple[Piece, ...]]:
         """Measure batches of a validation; see `Engine.measure_together`."""

@@ -6,6 +6,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,6 +92,19 @@ class Measured(NamedTuple):
     stop: bool
 
 
+class CallbackEvent(IntEnum):
+    """The events before which the random generators of an exact training are seeded; each has seeds of its own."""
+
+    FIT_BEGIN = 0
+    EPOCH_BEGIN = 1
+    BATCH_BEGIN = 2
+    VALIDATION_BEGIN = 3
+    TEST_BATCH_BEGIN = 4
+    TEST_BATCH_END = 5
+    EPOCH_END = 6
+    FIT_END = 7
+
+
 class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
@@ -147,6 +161,13 @@ class Engine(ABC):
 
     def begin_validation(self, at: Progress) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into evaluation mode, after the training of an epoch."""
+
+    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:  # noqa: B027
+        """Seed the random generators that callbacks may draw from at an event, if the training is to be exact.
+
+        Otherwise they would go on from the last shard that this worker has computed, or, in a newcomer and after a
+        resume, from their initial states.
+        """
 
     @abstractmethod
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:

@@ -27,7 +27,7 @@ from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.engine import Engine, TrainingState, host_cores, threads_for
+from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
@@ -130,6 +130,7 @@ class Trainer:
                 self.reporter.begin()
             if self.epoch_rows is not None:
                 self.epoch_rows.begin()
+            self.engine.seed_callbacks(CallbackEvent.FIT_BEGIN)
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
         while (phase := self.state.at.phase) is not TrainingPhase.DONE:
@@ -203,6 +204,7 @@ class Trainer:
         state = self.state
         if state.at.began is None:
             if state.at.position == 0:
+                self.engine.seed_callbacks(CallbackEvent.EPOCH_BEGIN, state.at.epoch)
                 for callback in self.callbacks:
                     callback.on_epoch_begin(self.view)
             state.at = replace(state.at, began=clock.wall())
@@ -219,6 +221,8 @@ class Trainer:
 
     def _step(self, batch: Any, last: bool) -> None:
         state, at, view = self.state, self.state.at, self.view
+        if self._on_batch_begin:
+            self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
         for call in self._on_batch_begin:
             call(view)
         measured = self.engine.step(batch, at, bool(view.stop_reason))
@@ -264,6 +268,7 @@ class Trainer:
         state = self.state
         if state.at.val_position == 0:
             self.engine.share_buffers()
+            self.engine.seed_callbacks(CallbackEvent.VALIDATION_BEGIN, state.at.epoch)
             for callback in self.callbacks:
                 callback.on_validation_begin(self.view)
         self.engine.begin_validation(state.at)
@@ -304,6 +309,7 @@ class Trainer:
         logs, val_logs = self._epoch_logs(at)
         row = {**logs, **val_logs}
         engine.after_epoch(row)
+        engine.seed_callbacks(CallbackEvent.EPOCH_END, at.epoch)
         for callback in self.callbacks:
             view.caller = callback
             if val_logs:
@@ -373,6 +379,7 @@ class Trainer:
             self._finish_without_model()
             return
         engine.finish()
+        engine.seed_callbacks(CallbackEvent.FIT_END, state.at.epoch)
         for callback in self.callbacks:
             callback.on_fit_end(self.view)
         if self.view.wants_restore and engine.best is not None and state.at.best_epoch is not None:

@@ -306,6 +306,22 @@ def grow(want, model_kind):
     return {"numbers": numbers, "seen": seen, "progress": state.progress, "epoch": state.epoch, "first": first}
 
 
+def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values_before_it_joins(alone):
+    model = build(seed=1)
+    state = KerasState(model, batch=0, epoch=0)
+    compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)))
+    model.optimizer.build(model.trainable_variables)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    kept = [*model.trainable_variables, *model.optimizer.variables]
+    before = [variable.numpy() for variable in kept]
+    state._before_joining()
+    assert model.train_function is not None
+    for old, variable in zip(before, kept, strict=True):
+        np.testing.assert_array_equal(old, variable.numpy())
+    assert int(model.optimizer.steps_applied()) == 0
+    assert dataset.rows == ROWS
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, steps):
     traced = []

@@ -181,6 +181,16 @@ def refused() -> dict[str, str]:
     found["number"] = message_of(lambda: next(workers.shards(8, 0)).add_gradients([None]))
     found["sum"] = message_of(lambda: next(workers.shards(8, 0)).add("los", 1.0))
     a_pass(model, workers)
+    f1 = keras.metrics.F1Score()
+    model_of_f1, workers_of_f1 = made(threads=2, metrics=[f1])
+
+    def count(x: Any) -> Any:
+        f1.update_state(tf.ones((len(x), 2)), tf.ones((len(x), 2)))
+        return x
+
+    found["late metric"] = message_of(lambda: a_pass(model_of_f1, workers_of_f1, count))
+    f1.reset_state()
+    found["metric"] = message_of(lambda: a_pass(model_of_f1, workers_of_f1, count))
     found["fine"] = message_of(lambda: workers.gradients)
     found["no rule"] = message_of(lambda: a_pass(*made(Remembers(), threads=2)))
     other, _ = made(keras.layers.BatchNormalization(), threads=2)
@@ -190,7 +200,7 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_be_exact_is_refused():
     (found,) = in_world(1, refused_with_two_threads)
-    assert found.pop("fine") == "nothing was refused"
+    assert found.pop("fine") == found.pop("metric") == "nothing was refused"
     for name, said in {
         "threads": "TensorFlow runs already in this process, with 2",
         "count": "at least 1, not 0",
@@ -202,6 +212,7 @@ def test_what_cannot_be_exact_is_refused():
         "no gradients": "shard 0 of the batch was given no gradients",
         "number": "got 1 gradients for the 2 trainable variables",
         "sum": "'los' is not one of the sums",
+        "late metric": "the metric f1_score has made its variables in a shard",
         "no rule": "different values in the variable",
         "other model": "not one of the model of these virtual workers",
     }.items():

@@ -62,6 +62,28 @@ def test_outputs_follow_the_input_columns_row_by_row_also_over_several_parts(tmp
     assert made[0].column("v").equals(given[0].column("v"))
 
 
+@dataclass
+class Widening:
+    """A "model" whose rows have as many values as the largest value of its batch."""
+
+    def load(self) -> Any:
+        return self
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
+        features = inputs["features_0"]
+        return [np.repeat(features[:, :1], int(features.max()), axis=1)]
+
+
+@pytest.mark.parametrize("as_vector", [False, True])
+def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
+    added = (AddedColumn("wide", "raw", 0, "", OutputShape("<f4", (3,)), as_vector),)
+    payload = Broadcast(cloudpickle.dumps(Widening()))
+    work = Serving(f"wide {as_vector}", payload, tensors_for(SCHEMA, [JOINED], {}), added, batch_size=2)
+    (made,) = work([batch([1, 2, 3], [[0, 0]] * 3)])
+    found = made.column("wide").to_pylist()
+    assert [each["values"] if as_vector else each for each in found] == [[1, 1], [2, 2], [3, 3, 3]]
+
+
 def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones(tmp_path: Any) -> None:
     log = tmp_path / "log"
     work = serving(log, key="loaded once")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
@@ -36,6 +37,16 @@ def test_arguments_survive_saving_without_trust_and_pickling(kind, arguments):
 def test_other_arguments_are_another_configuration(kind, arguments):
     assert comparable_config(kind(**arguments)) == comparable_config(kind(**arguments))
     assert comparable_config(kind(**arguments)) != comparable_config(kind())
+
+
+def test_an_argument_may_be_an_array():
+    made = keras.losses.CategoricalFocalCrossentropy(alpha=np.array([0.2, 0.3, 0.5]), axis=1)
+    file = safe_objects.dumps(made)
+    assert file is not None
+    loaded = safe_objects.loads(file)
+    assert loaded.axis == 1
+    np.testing.assert_array_equal(loaded.alpha, made.alpha)
+    assert comparable_config(made) is not None
 
 
 def test_a_model_is_saved_with_the_arguments_of_its_loss():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -39,10 +40,19 @@ def in_float32(rate: float = 0.3) -> Any:
 
 
 def noisy(columns: dict[str, Any]) -> dict[str, Any]:
-    import numpy as np
-
     features = columns["features_0"]
     return {**columns, "features_0": features + 0.1 * np.random.normal(size=features.shape)}
+
+
+class Draws(keras.callbacks.Callback):
+    """Sets the learning rate by chance, at all events before which other workers may have drawn other numbers."""
+
+    def _draw(self, *args: Any, logs: Any = None) -> None:
+        drawn = random.random() + np.random.random() + float(keras.random.uniform([])) + float(tf.random.uniform([]))
+        self.model.optimizer.learning_rate = 0.01 * (1.0 + drawn)
+
+    on_train_begin = on_epoch_begin = on_epoch_end = on_train_batch_begin = on_train_batch_end = _draw
+    on_test_begin = on_test_batch_begin = on_test_batch_end = on_test_end = _draw
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,12 +64,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.1,
         "transformation_fn": noisy,
     },
-    "an embedding, Adam, parts, a plateau": {
+    "an embedding, Adam, parts, a plateau, learning rates by chance": {
         "model": trainings.embedded,
         "rows": "two inputs",
         "optimizer": lambda: keras.optimizers.Adam(0.02),
         "accumulation": 2,
-        "callbacks": lambda: [keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1.0)],
+        "callbacks": lambda: [keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1.0), Draws()],
         "metrics": lambda: ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)],
     },
     "sample weights, a train_step of one's own, one row in some shards": {
@@ -235,13 +245,13 @@ def test_settings_that_contradict_it_are_refused(changes, said):
 
 
 @keras.saving.register_keras_serializable("test_exact")
-class Draws(keras.layers.Layer):
+class DrawingLayer(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
 
 
 def test_random_operations_that_count_their_calls_are_refused_before_any_worker_starts(data, tmp_path):
-    model = keras.Sequential([keras.Input((6,)), Draws(), keras.layers.Dense(3)])
+    model = keras.Sequential([keras.Input((6,)), DrawingLayer(), keras.layers.Dense(3)])
     made = Recording(**settings(model=model, store=str(tmp_path), consistency="exact", max_num_proc=3))
     with pytest.raises(InvalidSettingsError, match=r"RandomStandardNormal.*SeedGenerator"):
         made.from_dataset_path(str(data / "plain"))

@@ -8,12 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
@@ -24,8 +26,25 @@ from tests.unit.ml.torch.estimators import estimator, make_set
 from tests.unit.torch.exact_loops import digest
 from tests.unit.worlds import WorldDriver
 
+
+class Draws(Callback):
+    """Sets the learning rate by chance, at all events before which other workers may have drawn other numbers."""
+
+    def _draw(self, run: Any, logs: Any = None) -> None:
+        drawn = random.random() + np.random.random() + float(torch.rand([]))
+        run.optimizer.param_groups[0]["lr"] = 0.01 * (1.0 + drawn)
+
+    on_fit_begin = on_epoch_begin = on_batch_begin = on_batch_end = _draw
+    on_validation_begin = on_validation_end = on_epoch_end = _draw
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
-    "dropout, batch normalisation, momentum, clipping": {"dropout": 0.3, "norm": True, "clip_norm": 0.1},
+    "dropout, batch normalisation, momentum, clipping, learning rates by chance": {
+        "dropout": 0.3,
+        "norm": True,
+        "clip_norm": 0.1,
+        "callbacks": [Draws()],
+    },
     "Adam, a schedule by step, parts": {
         "dropout": 0.3,
         "optimizer": trainings.adam,
@@ -51,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def make(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> Any:
     settings = {**VARIANTS[variant], **more}
+    settings["callbacks"] = [*VARIANTS[variant].get("callbacks", []), *more.get("callbacks", [])]
     net = trainings.make_net(dropout=settings.pop("dropout", 0.0), norm=settings.pop("norm", False))
     if settings.pop("float32", False):
         net, data = net.float(), data.parent / "float32"
