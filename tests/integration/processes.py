@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MARK = "SPARK_ELASTIC_TEST_MARK"
+MARK = "TESTS_OF_SPARK_ELASTIC_MARK"
+"""The package's own prefix would be taken for a job's, whose variables do not reach templates of workers."""
 
 GONE_S = 20.0
 """For what ends at once to be gone. Far longer than it takes, so that a busy machine is not a failure."""
