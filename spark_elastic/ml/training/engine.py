@@ -93,7 +93,7 @@ class Measured(NamedTuple):
 
 
 class CallbackEvent(IntEnum):
-    """The events before which the random generators of an exact training are seeded; each has seeds of its own."""
+    """An event before which the random generators of an exact training are seeded; each has seeds of its own."""
 
     FIT_BEGIN = 0
     EPOCH_BEGIN = 1
