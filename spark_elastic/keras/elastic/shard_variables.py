@@ -16,7 +16,7 @@ from spark_elastic.keras.backend import describe
 
 _EXACT_IN_FLOAT64 = 2.0**53
 _FEW = 8
-"""So many variables are read and assigned one by one sooner than a graph is called."""
+"""Up to this number of variables, reading or assigning one after another takes less time than the call of a graph."""
 
 
 class ShardVariables:
@@ -135,13 +135,12 @@ class ShardVariables:
         sizes = [int(np.prod(variable.shape)) for variable in counted]
         self._sums = sum(sizes[: len(metrics)])
         self._width = sum(sizes) + len(self._others)
-
         few = len(seeds) + len(everything) <= _FEW
 
         def graph(function: Any) -> Any:
             return tf.function(function, autograph=False)
 
-        def moves(function: Any) -> Any:
+        def graph_of_many(function: Any) -> Any:
             return function if few else graph(function)
 
         def set_seeds(values: list[Any]) -> None:
@@ -175,9 +174,10 @@ class ShardVariables:
             for variable, value in zip(self._others, before[len(counted) :], strict=True):
                 variable.assign(value, read_value=False)
 
-        self._begin, self._set_seeds, self._put_back = moves(begin), moves(set_seeds), moves(put_back)
+        self._begin, self._set_seeds = graph_of_many(begin), graph_of_many(set_seeds)
+        self._put_back = graph_of_many(put_back)
         self._end, self._end_step = graph(end), graph(end_step)
-        self._read = moves(lambda: [variable.read_value() for variable in (*seeds, *everything)])
+        self._read = graph_of_many(lambda: [variable.read_value() for variable in (*seeds, *everything)])
 
     # --- variables without a rule ---------------------------------------------------------------------------
 

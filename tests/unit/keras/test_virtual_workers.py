@@ -8,8 +8,11 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
 from tests.unit.keras.exact_bugs import BUGS, train_with_each
 from tests.unit.keras.exact_loops import train
@@ -41,6 +44,35 @@ def alone() -> list[Any]:
 def test_the_number_of_workers_changes_no_bit(size, alone):
     assert in_world(size, train_kinds) == [alone] * size
     assert alone[0][0] != alone[1][0]
+
+
+def reuses_memory(kind: str) -> list[Any]:
+    """The gradients of a loop whose accumulator is one object, for two variables, all shards and all calls."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    model = keras.Sequential([keras.Input((2,)), *(keras.layers.Dense(2, use_bias=False) for _ in range(2))])
+    workers = hvd.elastic.virtual_workers(4, model, keras.optimizers.SGD(0.1))
+    made = np.zeros((2, 2), np.float32)
+    variable = tf.Variable(made)
+
+    def fill(value: float) -> None:
+        made.fill(value)
+        variable.assign(made)
+
+    given = variable if kind == "variable" else made
+    for shard in workers.shards(4, 0):
+        fill(shard.index + 1.0)
+        for _ in range(1 + shard.index % 2):
+            shard.add_gradients([given, given])
+        variable.assign_add(tf.ones((2, 2)))
+        fill(-1.0)
+    return [each.numpy().tolist() for each in workers.gradients]
+
+
+@pytest.mark.parametrize("kind", ["variable", "array"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_loop_may_write_to_gradients_that_it_has_given(size, kind):
+    assert in_world(size, reuses_memory, kind) == [[[[1.0 + 2 * 2 + 3 + 2 * 4] * 2] * 2] * 2] * size
 
 
 # --- kills, arrivals and a resume ---------------------------------------------------------------------

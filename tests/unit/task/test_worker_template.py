@@ -170,18 +170,26 @@ def test_template_and_workers_die_with_the_executor(executor):
     agent.stdout.close()
 
 
+def listening() -> set[str]:
+    """Return the names of the sockets that accept connections; "@" begins those outside of the file system."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {row[-1] for row in rows if row[3] == "00010000"}
+
+
 def test_worker_outlives_sparks_daemon_and_the_template_ends_with_it(executor):
     daemon, next_daemon = sleeping(), sleeping()
+    name = TemplateAddress((executor.pid,), 1.0).name().decode().replace("\0", "@")
 
     async def job():
         worker, old, watcher = await Agent(executor, daemon=daemon).started()
+        assert name in listening()
         daemon.kill()
         daemon.wait()
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(wait_until, lambda: name not in listening(), 20.0, "the template gives its name up")
         other, new, watcher_of_other = await Agent(executor, daemon=next_daemon).started()
         for each, its_watcher in ((worker, watcher), (other, watcher_of_other)):
             each.release()
-            assert await ended(its_watcher) == NO_AGENT, "nobody has killed it"
+            assert await ended(its_watcher) == NO_AGENT, "the worker was killed, and did not end by itself"
         return old, new
 
     try:
