@@ -93,7 +93,7 @@ class Measured(NamedTuple):
 
 
 class CallbackEvent(IntEnum):
-    """An event before which the random generators of an exact training are seeded; each has seeds of its own."""
+    """A moment of the training at which callbacks are called. Each has random seeds of its own in an exact training."""
 
     FIT_BEGIN = 0
     EPOCH_BEGIN = 1
