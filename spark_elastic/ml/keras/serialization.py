@@ -10,18 +10,17 @@ import contextlib
 import inspect
 import io
 import json
-import tempfile
 import threading
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
+from keras.src.saving import saving_lib  # `keras.saving.load_model`, which calls it, takes paths only
 
 from spark_elastic.errors import CheckpointError, NotPicklableError
 from spark_elastic.keras.backend import same_path
@@ -36,9 +35,10 @@ _saving = threading.Lock()
 
 def model_to_archive(model: Any) -> bytes:
     """Return architecture and weights of a model; raise Keras's own error for a class without a configuration."""
-    with _temporary_archive() as path, _as_uncompiled(model):
-        model.save(path)
-        return path.read_bytes()
+    archive = _Archive()
+    with _as_uncompiled(model):
+        model.save(archive)
+    return archive.getvalue()
 
 
 def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
@@ -52,9 +52,8 @@ def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = N
     """
     if safe:
         trust.KERAS.check(keras.__version__)
-    with _temporary_archive() as path:
-        path.write_bytes(file)
-        return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), compile=False, safe_mode=safe)
+    with _Archive(file) as archive:
+        return saving_lib.load_model(archive, dict(custom_objects or {}), compile=False, safe_mode=safe)
 
 
 loads = model_from_archive  # Pickles of version 0.1 call it by this name.
@@ -75,11 +74,14 @@ def archive_config(file: bytes) -> Any:
         raise CheckpointError(f"not a .keras archive: {error}") from error
 
 
-@contextlib.contextmanager
-def _temporary_archive() -> Iterator[Path]:
-    """Yield a path for an archive, because Keras reads and writes archives by path only."""
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-keras-") as folder:
-        yield Path(folder, "model.keras")
+class _Archive(io.BytesIO):
+    """An archive in memory: a worker that is killed while it loads one leaves no file behind.
+
+    Keras writes to open files, too, but tells the format by the end of their name.
+    """
+
+    def __str__(self) -> str:
+        return "model.keras"
 
 
 @contextlib.contextmanager

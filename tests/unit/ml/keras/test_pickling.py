@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import NotPicklableError  # noqa: E402
+from spark_elastic.ml.keras import serialization  # noqa: E402
 from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
@@ -192,3 +194,16 @@ def test_functions_named_by_pickles_of_earlier_versions_are_found(name):
         made = found(model_to_archive(model), {}, *more)
         assert made.compiled == bool(more)
         assert [w.tolist() for w in made.get_weights()] == [w.tolist() for w in model.get_weights()]
+
+
+def test_archives_stay_in_memory(tmp_path, monkeypatch):
+    # a worker that is killed while it loads the model removes no file
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    (tmp_path / "model.keras").write_text("of somebody else")
+    monkeypatch.chdir(tmp_path)
+    archive = serialization.model_to_archive(model)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    loaded = serialization.model_from_archive(archive)
+    assert all((a == b).all() for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True))
+    assert [each.name for each in tmp_path.iterdir()] == ["model.keras"]
+    assert (tmp_path / "model.keras").read_text() == "of somebody else"
