@@ -46,7 +46,9 @@ class BackwardReducer:
     coming world to this member.
 
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
-    sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse.
+    sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse. Members of an
+    earlier world have seen gradients already. If some were never seen, the members send no bucket before the end of
+    backward, and agree once more, by what they have computed.
 
     The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
@@ -72,6 +74,8 @@ class BackwardReducer:
         self._replaced = False
         """Another reducer has taken over parameters of this one."""
         self._sparse: set[int] = set()
+        self._unseen: list[GradientSlot] = []
+        """Parameters of which no member has shown a gradient yet. They count as dense until then."""
         self._made_dense: set[int] = set()
         """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
         self._buckets: list[Bucket] = []
@@ -83,6 +87,7 @@ class BackwardReducer:
         self._group: GlooGroup | None = None
         self._active = False
         self._agreed_on: GlooGroup | None = None
+        """The group whose members have agreed; see `_agree`."""
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
         self._scalars_width = 0
@@ -96,6 +101,7 @@ class BackwardReducer:
             if param.requires_grad:
                 slot = GradientSlot(param, self.passes)
                 self._slots.append(slot)
+                self._unseen.append(slot)
                 self._take_over(param)
                 self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
         self._buckets = []
@@ -162,6 +168,8 @@ class BackwardReducer:
         self._active = True
         try:
             group = self._present_group()
+            if group is not None and group is not self._agreed_on:
+                self._agree(group)
         except SparkElasticError as error:  # raised by `finish`, not through autograd
             self._failure = error
             return
@@ -186,12 +194,10 @@ class BackwardReducer:
         return self._scalars_width, layouts
 
     def _new_buckets(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[Bucket]:
-        last = len(parts) - 1
-        widths = [self._scalars_width if number == last else 0 for number in range(len(parts))]
-        return [
-            Bucket(part, self.compression, flagged=number == last, piggyback=widths[number])
-            for number, part in enumerate(parts)
-        ]
+        return [self._new_bucket(part, is_last=number == len(parts) - 1) for number, part in enumerate(parts)]
+
+    def _new_bucket(self, part: Sequence[torch.Tensor], is_last: bool) -> Bucket:
+        return Bucket(part, self.compression, flagged=is_last, piggyback=self._scalars_width if is_last else 0)
 
     def _plan(self, group: GlooGroup | None) -> None:
         if self._buckets and not self.launched:  # none of them is being sent
@@ -272,30 +278,53 @@ class BackwardReducer:
         if group is not self._group:
             raise HorovodInternalError("the world has changed between backward and step")
         if group is None:
+            if self._unseen:
+                self._see_gradients()
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
             if group is not self._agreed_on:
-                self._agree(group)
+                self._agree(group, computed=True)
             self._reduce(group)
         self._rearm()
 
-    def _agree(self, group: GlooGroup) -> None:
+    def _agree(self, group: GlooGroup, computed: bool = False) -> None:
+        """Compare the settings of all members, and find out which gradients are sparse.
+
+        Args:
+            group: the members.
+            computed: the gradients of this step are complete, and show which are sparse. Without it, there is no
+                agreement yet if a gradient has not been seen by any member in an earlier step.
+
+        Raises:
+            MismatchError: the settings differ.
+            HorovodInternalError: a peer is gone.
+        """
         shapes = "; ".join(describe_tensor(slot.param) for slot in self._slots)
         settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
         buckets = [len(part) for part in partition([slot.param for slot in self._slots], self.groups)]
         settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
-        mask = torch.zeros(len(self._slots), dtype=torch.uint8)
-        known = self._sparse | self._made_dense
-        for number, slot in enumerate(self._slots):
-            grad = slot.param.grad
-            mask[number] = id(slot.param) in known or (grad is not None and grad.is_sparse)
-        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(mask.tolist())):
-            group.wait(group.allreduce(mask, Max.gloo))
-        sparse = {id(slot.param) for slot, is_sparse in zip(self._slots, mask.tolist(), strict=True) if is_sparse}
+        if computed:
+            self._see_gradients()
+        known, unseen = self._sparse | self._made_dense, {id(slot) for slot in self._unseen}
+        kinds = [2 if id(slot.param) in known else int(id(slot) not in unseen) for slot in self._slots]
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(kinds)):
+            of_any = torch.tensor(kinds, dtype=torch.uint8)
+            group.wait(group.allreduce(of_any, Max.gloo))
+            kinds = of_any.tolist()
+        if not computed and 0 in kinds:
+            return
+        sparse = {id(slot.param) for slot, kind in zip(self._slots, kinds, strict=True) if kind == 2}
         self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
+        self._unseen = [slot for slot, kind in zip(self._slots, kinds, strict=True) if kind == 0]
         self._agreed_on = group
         self._plan(group)
+
+    def _see_gradients(self) -> None:
+        """Note which of the parameters that had no gradient before have a sparse one."""
+        found = {id(slot.param) for slot in self._unseen if slot.param.grad is not None and slot.param.grad.is_sparse}
+        (self._made_dense if self.sparse_as_dense else self._sparse).update(found)
+        self._unseen = [slot for slot in self._unseen if slot.param.grad is None]
 
     def _reduce(self, group: GlooGroup) -> None:
         for bucket in self._buckets[self.launched :]:
@@ -364,9 +393,11 @@ class BackwardReducer:
         that goes on. Results that come through shared memory are written in this thread alone.
         """
         if self.launched:
-            shared = all(isinstance(work, SharedWork) for work in self._works)
-            unused = group_over and shared and len(self._works) == self.launched
-            self._kept = (self._made_for, self._buckets) if unused else (None, [])
+            buckets, sent = self._buckets, len(self._works)
+            unused = group_over and all(isinstance(work, SharedWork) for work in self._works)
+            if unused and sent < self.launched:  # this one's send has failed, and left no work to tell how it was sent
+                buckets[sent] = self._new_bucket(buckets[sent].params, is_last=sent == len(buckets) - 1)
+            self._kept = (self._made_for, buckets) if unused else (None, [])
             self._buckets = []
             self._group = None
         self._works = []
