@@ -33,6 +33,7 @@ import cloudpickle
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.driver_client import ChannelLink, exit_now
+from spark_elastic.task.freed_memory import keep_freed_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
 from spark_elastic.task.reaper import start_reaper
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
@@ -52,6 +53,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
+    keep_freed_memory()
     if argv[0] == "template":
         from spark_elastic.task.worker_process import memory_left  # here: a worker needs nothing of it
         from spark_elastic.task.worker_template import run_template
