@@ -5,6 +5,10 @@
 
 Every member is as late as the last one: a round's time is that of its slowest member. Reported are medians over rounds,
 and the median of the ratios of neighbouring rounds. Writes benchmarks/results/allreduce.json.
+
+"memory" is what the members of one host would need if they never waited: all of them at once copy the tensor, in chunks
+of 1 MB, and add as many chunks as there are members. A reduction through shared memory cannot be faster, unless it does
+without the copy.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from _fixed_world import FixedLink, without_shared_memory
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
+from spark_elastic.collective.shared_memory import LARGE_BYTES
+from spark_elastic.collective.shared_memory_reducer import _WINDOW as WINDOW
 from spark_elastic.wire import worker_link
 from tests.integration.network import Network, why_unavailable
 
@@ -62,8 +68,22 @@ def compare(nbytes: int, rounds: int) -> dict[str, list[float]]:
         with without_shared_memory():
             reduce()
 
-    times: dict[str, list[float]] = {"shared": [], "gloo": []}
+    chunks = tensor.split(LARGE_BYTES // 4)
+    window = min(len(chunks), WINDOW)
+    slots = [[torch.zeros(chunks[0].numel()) for _ in range(window)] for _ in range(hvd.local_size())]
+
+    def in_memory() -> None:
+        for number, chunk in enumerate(chunks):
+            parts = [member[number % window][: chunk.numel()] for member in slots]
+            parts[0].copy_(chunk)
+            torch.add(parts[0], parts[1], out=chunk)
+            for part in parts[2:]:
+                chunk.add_(part)
+
     runs = {"shared": reduce, "gloo": through_gloo}
+    if hvd.local_size() > 1:
+        runs["memory"] = in_memory
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         timed(run, repeats)
     for number in range(max(3, rounds if nbytes < 10_000_000 else rounds // 3)):
@@ -88,12 +108,15 @@ def worker(rank: int, master: str, port: int, addresses: list[str], args: argpar
 def report(rows: dict[int, dict[str, list[float]]], shares: bool, args: argparse.Namespace) -> None:
     summary: dict[int, Any] = {}
     print(f"{args.np} processes on {args.hosts} host(s); load {os.getloadavg()[0]:.1f}; shared memory: {shares}")
-    print(f"  {'bytes':>12}{'shared ms':>12}{'Gloo ms':>12}{'ratio':>9}")
+    print(f"  {'bytes':>12}{'shared ms':>12}{'Gloo ms':>12}{'ratio':>9}{'memory ms':>12}")
     for nbytes, times in rows.items():
         ratio = statistics.median(a / b for a, b in zip(times["shared"], times["gloo"], strict=True))
         shared, gloo = (statistics.median(times[name]) for name in ("shared", "gloo"))
         summary[nbytes] = {"shared_ms": round(shared, 4), "gloo_ms": round(gloo, 4), "ratio": round(ratio, 4)}
-        print(f"  {nbytes:12d}{shared:12.3f}{gloo:12.3f}{ratio:9.3f}")
+        memory = statistics.median(times.get("memory", [float("nan")]))
+        if "memory" in times:
+            summary[nbytes]["memory_ms"] = round(memory, 4)
+        print(f"  {nbytes:12d}{shared:12.3f}{gloo:12.3f}{ratio:9.3f}{memory:12.3f}")
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known[f"{args.np} processes, {args.hosts} hosts"] = {
         "torch": torch.__version__,
