@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -48,3 +48,26 @@ def calling_object(matches: Callable[[Any], bool], within: int, method: str | No
             return owner
         frame = frame.f_back
     return None
+
+
+def calling_method(matches: Callable[[Any], bool], names: Collection[str], within: int) -> tuple[str, dict[str, Any]]:
+    """Return the name and the local variables of the method that called the one that asks, directly or not.
+
+    Keras gives an object that `fit` is called with none of the other arguments of `fit`.
+
+    Args:
+        matches: A function that recognises the method's object.
+        names: The names that the method may have.
+        within: The number of calls to look at, the nearest first.
+
+    Returns:
+        Those of the nearest method that matches; an empty name and no variables if there is none.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(within):
+        if frame is None:
+            break
+        if frame.f_code.co_name in names and "self" in frame.f_locals and matches(frame.f_locals["self"]):
+            return frame.f_code.co_name, dict(frame.f_locals)
+        frame = frame.f_back
+    return "", {}

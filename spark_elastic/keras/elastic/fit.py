@@ -6,7 +6,7 @@ because they share a `FitSession`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -21,6 +21,7 @@ from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.fit_arguments import check_arguments, check_steps, with_class_weight
 from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
 
@@ -157,7 +158,9 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     member takes its share of the batch, and its gradient is weighted by the number of its rows. So the model does not
     depend on the number of members, except for rounding.
 
-    Pass it to `fit` as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
+    Pass it to `fit` as `x`. `class_weight` of `fit` weighs the rows as it does with arrays, and multiplies
+    `sample_weight`. Arguments of `fit` that Keras would ignore raise a UsageError: `y`, `sample_weight`, and another
+    `batch_size`, `shuffle` or `steps_per_epoch` than those of the dataset.
 
     Args:
         x: An array, or a list or dictionary of arrays, as the model takes them; the first dimension is the rows.
@@ -194,6 +197,8 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
                 )
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1; got {batch_size}")
+        if y is None and sample_weight is not None:
+            raise UsageError("ElasticDataset got a sample_weight without y; Keras weighs the losses of targets only")
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         self._arrays = keras.tree.map_structure(_as_array, parts)
         lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
@@ -203,13 +208,14 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self.state = state
         self.shuffle = shuffle
         self.seed = seed
+        self.batch_rows = batch_size
         self.num_batches = -(-self.rows // batch_size)
+        self._class_weight: Mapping[int, float] | None = None
+        self._weighted = self._arrays
+        """The arrays with the class weights of the present `fit`."""
         self._mine = DealtRows(np.empty(0, np.int64), np.zeros(1, np.int64))
         self._batches: TensorFlowBatches | None = None
-        session = session_of(state)
-        session.first_batch = self._first_batch
-        session.no_batch = self._no_batch
-        session.global_batch = batch_size
+        self._trained_next()
 
     def __len__(self) -> int:
         return self.num_batches
@@ -218,6 +224,13 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         """Return this member's rows of each remaining batch of the state's epoch."""
         return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
 
+    def _trained_next(self) -> None:
+        """Make this the dataset whose rows the state's next steps train."""
+        session = session_of(self.state)
+        session.first_batch = self._first_batch
+        session.no_batch = self._no_batch
+        session.global_batch = self.batch_rows
+
     def _dealt(self, epoch: int, batches: range) -> DealtRows:
         position = process.require()
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
@@ -225,15 +238,26 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def _first_batch(self, *, with_end: bool) -> Any:
         """Return an iterator whose next element is a batch of the training data, to run a step with in advance."""
-        batches = self.get_tf_dataset()
+        batches = self._in_tensorflow()
         batches.set_rows(self._dealt(0, range(1)), with_end=with_end)
         return iter(batches)
 
     def _no_batch(self) -> Any:
         """Return an iterator over no batch, with the types of the training data, to trace a step with."""
-        batches = self.get_tf_dataset()
+        batches = self._in_tensorflow()
         batches.set_rows(self._dealt(0, range(0)), with_end=True)
         return iter(batches)
+
+    def _in_tensorflow(self) -> TensorFlowBatches:
+        if self._batches is None:
+            self._batches = TensorFlowBatches(self._weighted)
+        return self._batches
+
+    def _weigh(self, class_weight: Mapping[int, float] | None) -> None:
+        if class_weight != self._class_weight:
+            self._weighted = with_class_weight(self._arrays, class_weight) if class_weight else self._arrays
+            self._class_weight = dict(class_weight) if class_weight else None
+            self._batches = None
 
     # --- called by Keras ------------------------------------------------------------------------
 
@@ -243,6 +267,9 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that
         # counts them
         counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
+        if counting is not None:
+            check_steps(counting.steps_per_epoch, self.num_batches)
+            counting.steps_per_epoch = None  # or Keras counts that many in a resumed epoch, which has fewer
         if self._batches is not None:
             # an execution of several steps ends early where the iterator does
             one_by_one = counting is not None and counting.steps_per_execution == 1
@@ -253,16 +280,16 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
-        if self._batches is None:
-            self._batches = TensorFlowBatches(self._arrays)
-        return self._batches
+        self._weigh(check_arguments(self))
+        return self._in_tensorflow()
 
     def get_torch_dataloader(self) -> Any:
+        self._weigh(check_arguments(self))
         return _TorchBatches(self)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         for rows in self._mine:
-            yield keras.tree.map_structure(lambda array, rows=rows: array[rows], self._arrays)
+            yield keras.tree.map_structure(lambda array, rows=rows: array[rows], self._weighted)
 
 
 class _TorchBatches:

@@ -1,0 +1,204 @@
+"""The arguments of `model.fit` beside an `ElasticDataset`: each does what it does with arrays, or is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import spark_elastic.keras as hvd
+from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
+from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.unit.keras.test_backends import in_a_process
+from tests.unit.keras.test_keras_state import together
+
+ROWS, BATCH, FEATURES, CLASSES = 30, 10, 4, 3
+WEIGHTS = {0: 3.0, 2: 0.25}
+
+
+def data(one_hot=False):
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=(ROWS, FEATURES)).astype("float32")
+    y = generator.integers(0, CLASSES, ROWS)
+    return x, np.eye(CLASSES, dtype="float32")[y] if one_hot else y
+
+
+def build(one_hot=False, distributed=True):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(CLASSES)])
+    kind = keras.losses.CategoricalCrossentropy if one_hot else keras.losses.SparseCategoricalCrossentropy
+    optimizer = keras.optimizers.SGD(0.1)
+    loss = kind(from_logits=True)
+    model.compile(
+        hvd.DistributedOptimizer(optimizer) if distributed else optimizer, loss, weighted_metrics=["accuracy"]
+    )
+    return model
+
+
+def elastic(row_weights=None, one_hot=False, shuffled=False, **arguments):
+    """Fit an ElasticDataset in an elastic loop; return the History and the sum of each trained variable."""
+    model = build(one_hot)
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(one_hot), row_weights, state=state, batch_size=BATCH, shuffle=shuffled)
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [ElasticCallback(state)]
+        return model.fit(dataset, epochs=2, initial_epoch=state.epoch, callbacks=callbacks, verbose=0, **arguments)
+
+    return loop(state), weights_of(model)
+
+
+def weights_of(model):
+    return [keras.ops.convert_to_numpy(variable) for variable in model.trainable_variables]
+
+
+def plain(sample_weight=None, one_hot=False, **arguments):
+    model = build(one_hot, distributed=False)
+    x, y = data(one_hot)
+    history = model.fit(
+        x, y, batch_size=BATCH, shuffle=False, epochs=2, sample_weight=sample_weight, verbose=0, **arguments
+    )
+    return history, weights_of(model)
+
+
+def same(one, other):
+    for name, values in other[0].history.items():
+        assert one[0].history[name] == pytest.approx(values, rel=1e-5), name
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_class_weight_weighs_as_with_arrays(alone, one_hot):
+    weighted = plain(one_hot=one_hot, class_weight=WEIGHTS)
+    same(elastic(one_hot=one_hot, class_weight=WEIGHTS), weighted)
+    assert np.abs(weighted[1][0] - plain(one_hot=one_hot)[1][0]).max() > 0.01
+
+
+def test_class_weight_multiplies_the_sample_weights(alone):
+    own = np.linspace(0.5, 2.0, ROWS, dtype="float32")
+    of_classes = np.array([WEIGHTS.get(int(label), 1.0) for label in data()[1]], "float32")
+    same(elastic(own, class_weight=WEIGHTS), plain(own * of_classes))
+
+
+def test_class_weight_of_one_fit_is_not_that_of_the_next(alone):
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH, shuffle=False)
+    other = build(distributed=False)
+    for weights in (WEIGHTS, None, {1: 5.0}):
+        more = {"epochs": state.epoch + 1, "initial_epoch": state.epoch, "class_weight": weights, "verbose": 0}
+        model.fit(dataset, callbacks=[ElasticCallback(state)], **more)
+        other.fit(*data(), batch_size=BATCH, shuffle=False, class_weight=weights, verbose=0)
+        np.testing.assert_allclose(weights_of(model)[0], weights_of(other)[0], rtol=1e-5, atol=1e-6)
+
+
+def weigh_in_a_world():
+    hvd.init()
+    return elastic(class_weight=WEIGHTS)[1]
+
+
+def test_class_weight_does_not_depend_on_the_number_of_workers():
+    (one,), several = together(weigh_in_a_world, count=1), together(weigh_in_a_world, count=3)
+    for found in several:
+        np.testing.assert_allclose(found[0], one[0], rtol=1e-5, atol=1e-6)
+
+
+def test_class_weight_needs_the_targets_of_one_output(alone):
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    x, y = data()
+    for dataset in (
+        ElasticDataset(x, state=state),
+        ElasticDataset(x, {"one": y, "other": y}, state=state),
+    ):
+        with pytest.raises(UsageError, match="targets of one output"):
+            model.fit(dataset, class_weight=WEIGHTS, verbose=0)
+
+
+ON_TORCH = """
+from tests.unit.keras import test_fit_arguments as tests
+import keras, numpy as np
+import spark_elastic.keras as hvd
+assert keras.backend.backend() == "torch"
+hvd.init()
+tests.same(tests.elastic(class_weight=tests.WEIGHTS), tests.plain(class_weight=tests.WEIGHTS))
+for arguments in ({"sample_weight": np.ones(30)}, {"shuffle": False}, {"steps_per_epoch": 2}):
+    try:
+        tests.elastic(shuffled=True, **arguments)
+    except tests.UsageError as error:
+        assert next(iter(arguments)) in str(error)
+    else:
+        raise AssertionError(arguments)
+"""
+
+
+def test_on_torch_it_is_the_same():
+    done = in_a_process(ON_TORCH, "torch")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"y": data()[1]}, "got y= "),
+        ({"sample_weight": np.ones(ROWS)}, "got sample_weight= "),
+        ({"batch_size": 7}, "batch_size=7 .* batch_size is 10"),
+        ({"shuffle": False}, "shuffle=False .* shuffle=True"),
+        ({"shuffle": "batch"}, "shuffle='batch'"),
+        ({"steps_per_epoch": 2}, "steps_per_epoch=2 .* has 3 batches"),
+    ],
+)
+def test_argument_that_keras_would_ignore_is_refused(alone, arguments, names):
+    with pytest.raises(UsageError, match=names):
+        elastic(shuffled=True, **arguments)
+
+
+def test_keras_refuses_to_split_a_dataset(alone):
+    with pytest.raises(ValueError, match="validation_split"):
+        elastic(validation_split=0.2)
+
+
+def test_arguments_that_say_what_the_dataset_says_are_accepted(alone):
+    same(elastic(batch_size=BATCH, shuffle=False, steps_per_epoch=ROWS // BATCH), plain())
+
+
+def test_sample_weight_without_targets_is_refused(alone):
+    state = KerasState(build(), batch=0, epoch=0)
+    with pytest.raises(UsageError, match="without y"):
+        ElasticDataset(data()[0], sample_weight=np.ones(ROWS), state=state)
+
+
+def test_validation_has_its_epochs_after_a_resume_too(alone):
+    """`validation_freq` counts the epochs of the state, because of `initial_epoch=state.epoch`."""
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    validated, steps = [], []
+
+    class Notes(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            validated.append(state.epoch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append((state.epoch, state.batch))
+            if len(steps) == 5:  # in the middle of the second epoch
+                raise HostsUpdatedInterrupt
+
+    @hvd.elastic.run
+    def loop(state):
+        model.fit(
+            dataset,
+            epochs=6,
+            initial_epoch=state.epoch,
+            steps_per_epoch=ROWS // BATCH,
+            validation_data=data(),
+            validation_freq=2,
+            callbacks=[ElasticCallback(state), Notes()],
+            verbose=0,
+        )
+
+    loop(state)
+    assert validated == [1, 3, 5]
+    assert steps == [(epoch, batch) for epoch in range(6) for batch in (1, 2, 3)]
