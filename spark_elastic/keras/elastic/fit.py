@@ -160,7 +160,8 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     Pass it to `fit` as `x`. `class_weight` of `fit` weighs the rows as it does with arrays, and multiplies
     `sample_weight`. Arguments of `fit` that Keras would ignore raise a UsageError: `y`, `sample_weight`, and another
-    `batch_size`, `shuffle` or `steps_per_epoch` than those of the dataset.
+    `batch_size`, `shuffle` or `steps_per_epoch` than those of the dataset. It is for training alone: validate on arrays
+    or on a `tf.data.Dataset`. A state may have several, which are trained one after the other.
 
     Args:
         x: An array, or a list or dictionary of arrays, as the model takes them; the first dimension is the rows.
@@ -262,6 +263,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     # --- called by Keras ------------------------------------------------------------------------
 
     def on_epoch_begin(self) -> None:
+        self._trained_next()
         self._mine = self.rows_left()
         session_of(self.state).nothing_left = not self._mine
         # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 from spark_elastic.elastic.call_stack import calling_method
 from spark_elastic.errors import UsageError
 
-_ENTRIES = ("fit",)
+_ENTRIES = ("fit", "evaluate", "predict")
 _WITHIN = 10
 """Largest number of calls between `fit` and its dataset."""
 
@@ -29,11 +29,21 @@ def check_arguments(dataset: Any) -> Mapping[int, float] | None:
         The `class_weight` of `fit`; None if it has none, or if no `fit` asks.
 
     Raises:
-        UsageError: `fit` would ignore one of its arguments.
+        UsageError: The dataset is used for something else than training, or `fit` would ignore one of its arguments.
     """
     entry, given = calling_method(lambda owner: isinstance(owner, keras.Model), _ENTRIES, _WITHIN)
     if not entry:
         return None
+    validation = given.get("validation_data")
+    beside = validation if isinstance(validation, (tuple, list)) else (validation,)
+    kind = type(dataset)
+    trained: bool = entry == "fit" and given.get("x") is dataset
+    if not trained or any(isinstance(part, kind) for part in beside):
+        where = f"model.{entry}" if entry != "fit" else "validation_data of model.fit"
+        raise UsageError(
+            f"an ElasticDataset cannot be used in {where}: it deals each worker its share of the rows that are left "
+            "of the state's epoch of training. Give the arrays, (x, y), or a tf.data.Dataset of them"
+        )
     for name in ("y", "sample_weight"):
         if given.get(name) is not None:
             raise UsageError(

@@ -11,6 +11,8 @@ from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.keras.test_keras_state import together
+from tests.unit.world_link import die, link
+from tests.unit.worlds import WorldDriver
 
 ROWS, BATCH, FEATURES, CLASSES = 30, 10, 4, 3
 WEIGHTS = {0: 3.0, 2: 0.25}
@@ -202,3 +204,107 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
     loop(state)
     assert validated == [1, 3, 5]
     assert steps == [(epoch, batch) for epoch in range(6) for batch in (1, 2, 3)]
+
+
+# --- several datasets of one state ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", ["dataset", "tuple"])
+def test_elastic_dataset_as_validation_data_is_refused_before_the_first_step(alone, beside):
+    """Its rows would be dealt as those of the state's epoch that are left: none, behind the last batch."""
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    train = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    validate = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    before = weights_of(model)
+    with pytest.raises(UsageError, match=r"validation_data .* \(x, y\), or a tf.data.Dataset"):
+        model.fit(
+            train,
+            validation_data=validate if beside == "dataset" else (validate, None),
+            callbacks=[ElasticCallback(state)],
+            verbose=0,
+        )
+    np.testing.assert_array_equal(before[0], weights_of(model)[0])
+    with pytest.raises(UsageError, match="validation_data"):
+        model.fit(*data(), validation_data=validate, verbose=0)
+
+
+def test_elastic_dataset_is_refused_outside_of_fit(alone):
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    with pytest.raises(UsageError, match=r"model\.evaluate"):
+        model.evaluate(dataset, verbose=0)
+    with pytest.raises(UsageError, match=r"model\.predict"):
+        model.predict(dataset, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
+def test_validation_on_other_data_leaves_the_progress_alone(alone, kind):
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    x, y = (part[:7] for part in data())
+    if kind == "arrays":
+        given = x, y
+    else:
+        import tensorflow as tf
+
+        given = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    history = model.fit(dataset, epochs=2, validation_data=given, callbacks=[ElasticCallback(state)], verbose=0)
+    assert (state.epoch, state.batch) == (2, 0)
+    assert history.history["val_loss"][-1] == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-5)
+
+
+FEW, MANY = 12, 20  # rows of the two datasets, in batches of 4
+
+
+class Seen(keras.layers.Layer):
+    """Counts how often each row, which the first column numbers, is trained by this worker."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(FEW + MANY,), initializer="zeros", trainable=False, name="rows")
+
+    def call(self, inputs, training=False):
+        if training:
+            numbers = keras.ops.cast(inputs[:, 0], "int32")
+            self.rows.assign(self.rows + keras.ops.sum(keras.ops.one_hot(numbers, FEW + MANY), axis=0))
+        return inputs / (FEW + MANY)
+
+
+def train_two_phases(dies):
+    """Train one dataset for two epochs, then another one for two; a worker in `dies` ends at that step of the state."""
+    hvd.init()
+    keras.utils.set_random_seed(1)
+    seen = Seen()
+    model = keras.Sequential([keras.layers.Input((1,)), seen, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    state = KerasState(model, batch=0, epoch=0)
+    numbers = np.arange(FEW + MANY, dtype="float32").reshape(-1, 1)
+    few = ElasticDataset(numbers[:FEW], numbers[:FEW], state=state, batch_size=4)
+    many = ElasticDataset(numbers[FEW:], numbers[FEW:], state=state, batch_size=4)
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if dies.get(link().worker) == (state.epoch, state.batch):
+                die()
+
+    @hvd.elastic.run
+    def loop(state):
+        for dataset, epochs in ((few, 2), (many, 4)):
+            callbacks = [ElasticCallback(state), Dies()]
+            model.fit(dataset, initial_epoch=state.epoch, epochs=epochs, callbacks=callbacks, verbose=0)
+
+    loop(state)
+    rows = hvd.allreduce(keras.ops.convert_to_tensor(seen.rows), op=hvd.Sum)
+    return [round(float(value)) for value in keras.ops.convert_to_numpy(rows)], weights_of(model), state.progress
+
+
+def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
+    quiet = together(train_two_phases, {}, count=3)
+    assert quiet[0][0] == [2] * (FEW + MANY)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3)
+        (survivor,) = driver.results(1)
+    assert survivor[2] == quiet[0][2] == 2 * (FEW + MANY) // 4
+    np.testing.assert_allclose(survivor[1][0], quiet[0][1][0], rtol=1e-4)
