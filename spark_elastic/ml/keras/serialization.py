@@ -216,12 +216,17 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
 def config_of(value: Any) -> Any:
     """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
 
-    Keras 3.15 leaves out `delta` of Huber and `axis` of some others, and would load them with their defaults. An
-    argument that has its default stays out, so that the configuration is the one that earlier versions have stored.
+    Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others, and would load them with
+    their defaults. An argument that has its default stays out, so that the configuration is the one that earlier
+    versions have stored.
     """
     config = keras.saving.serialize_keras_object(value)
+    if type(value).__module__.partition(".")[0] != "keras":
+        return config
+    if isinstance(value, keras.losses.Loss) and value.dtype != keras.config.floatx():
+        config["config"].setdefault("dtype", str(value.dtype))
     arguments = getattr(value, "_fn_kwargs", None)
-    if type(value).__module__.partition(".")[0] == "keras" and isinstance(arguments, Mapping):
+    if isinstance(arguments, Mapping):
         accepted = inspect.signature(type(value).__init__).parameters
         for name, each in arguments.items():
             if isinstance(each, np.ndarray):

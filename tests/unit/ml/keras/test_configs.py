@@ -39,6 +39,31 @@ def test_other_arguments_are_another_configuration(kind, arguments):
     assert comparable_config(kind(**arguments)) != comparable_config(kind())
 
 
+LOSSES = [
+    kind
+    for _, kind in sorted(vars(keras.losses).items())
+    if isinstance(kind, type) and issubclass(kind, keras.losses.Loss) and kind is not keras.losses.Loss
+]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_type_of_a_loss_survives_saving_without_trust_and_pickling(kind, dtype):
+    made = kind(dtype=dtype)
+    assert made.dtype != kind().dtype
+    file = safe_objects.dumps(made)
+    assert file is not None
+    for loaded in (safe_objects.loads(file), KerasPickle.of(made).load()):
+        assert type(loaded) is kind
+        assert loaded.dtype == made.dtype
+    assert comparable_config(made) != comparable_config(kind())
+
+
+def test_loss_of_the_default_type_has_the_configuration_that_earlier_versions_stored():
+    for made in (keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(dtype="float32")):
+        assert "dtype" not in comparable_config(made)["config"]
+
+
 def test_an_argument_may_be_an_array():
     made = keras.losses.CategoricalFocalCrossentropy(alpha=np.array([0.2, 0.3, 0.5]), axis=1)
     file = safe_objects.dumps(made)
