@@ -156,7 +156,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     An epoch resumes at `state.epoch` and `state.batch`, so put an `ElasticCallback(state)` among the callbacks of
     `fit`, and call it with `initial_epoch=state.epoch`. A step trains the same rows for any number of members: each
     member takes its share of the batch, and its gradient is weighted by the number of its rows. So the model does not
-    depend on the number of members, except for rounding.
+    depend on the number of members, except for rounding, if its loss is a mean over rows (not a sum, nor over a mask).
 
     Pass it to `fit` as `x`. `class_weight` of `fit` weighs the rows as it does with arrays, and multiplies
     `sample_weight`. Arguments of `fit` that Keras would ignore raise a UsageError: `y`, `sample_weight`, and another

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,8 +16,9 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import check_order, losses_by_output, output_names, rule
+from spark_elastic.ml.keras.compiling import check_order, loss_of, losses_by_output, name_of, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
+from spark_elastic.ml.keras.metrics import SUM
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.steps import GradientRecord
 from spark_elastic.ml.keras.training import KerasTraining
@@ -53,6 +55,8 @@ def dry_run(
     check_one_best(callbacks)
     if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
+    if training.virtual_workers is None:
+        _warn_of_masked_means(ready, batch, [loss for _, loss in of_outputs])
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
@@ -60,6 +64,36 @@ def dry_run(
     return common.try_transform(
         training, batch, KerasPredictor(ready.model), inference_fn, rule(first[0]) if first else None
     )
+
+
+def _warn_of_masked_means(ready: PreparedModel, batch: Batch, losses: Sequence[Any]) -> None:
+    """Warn of losses that are means over a mask: shares of a batch are weighted by rows, not by unmasked elements."""
+    (arrays,) = ready.feeder.arrays(batch, parts=1)
+    inputs = ready.feeder.structure(tuple(map(tf.constant, arrays)))[0]
+    with UserCodeContext("the model", batch.rows, batch.tensors):
+        outputs = keras.tree.flatten(ready.model(inputs, training=False))
+    if len(outputs) != len(losses):  # some outputs have no loss
+        outputs = [next((each for each in outputs if _has_mask(each)), None)] * len(losses)
+    masked = []
+    for loss, output in zip(losses, outputs, strict=True):
+        made = loss_of(loss)
+        arguments = getattr(made, "_fn_kwargs", None) or {}
+        if getattr(made, "reduction", None) == SUM:
+            continue
+        if _has_mask(output) or arguments.get("ignore_class") is not None:
+            masked.append(name_of(loss))
+    if masked:
+        log.warning(
+            "the loss %s is the mean over the elements that a mask leaves of a worker's rows, and workers are weighted "
+            "by their rows; so the result depends on the number of workers. Give the loss reduction='sum', and a scale "
+            "by loss_weights; or set consistency='exact', where it depends on virtual_workers alone",
+            ", ".join(masked),
+        )
+
+
+def _has_mask(output: Any) -> bool:
+    """Return whether Keras passes a mask with an output, as of `Embedding(mask_zero=True)`."""
+    return getattr(output, "_keras_mask", None) is not None
 
 
 def _step(ready: PreparedModel, batch: Batch) -> Sums:

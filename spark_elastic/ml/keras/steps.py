@@ -177,7 +177,8 @@ class StepGraphs:
             logs = self._model.train_step(self._feeder.structure(tensors))
         if not self._zeros:
             self._variables = record.variables
-            self._zeros = [_zeros_like(grad) for grad in record.grads]
+            pairs = zip(record.grads, record.variables, strict=True)
+            self._zeros = [_zeros_like(grad, tuple(variable.shape)) for grad, variable in pairs]
         return record.grads, self._metrics.of_returned("", logs, of_part[0])
 
     def _finished(self, grads: list[Any], returned: Any, rows: Any, of_step: Any) -> Any:
@@ -328,13 +329,17 @@ def refuse_drawn_in_graph(function: Any, where: str) -> None:
 # --- dense and sparse gradients -----------------------------------------------------------------------
 
 
-def _zeros_like(grad: Any) -> Callable[[], Any]:
-    """Return a function that makes zeros of a gradient's type and shape; a sparse gradient is given no entries."""
+def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
+    """Return a function that makes zeros in place of a gradient; a sparse gradient is given no entries.
+
+    Args:
+        grad: the gradient, whose own shape is not fully known in some graphs.
+        shape: the shape of its variable.
+    """
     if not isinstance(grad, tf.IndexedSlices):
-        return partial(tf.zeros, tuple(grad.shape), grad.dtype)
-    shape, values, index = tf.get_static_value(grad.dense_shape).tolist(), grad.values, grad.indices.dtype
-    entry, dtype = tuple(values.shape[1:]), values.dtype
-    return lambda: tf.IndexedSlices(tf.zeros([0, *entry], dtype), tf.zeros([0], index), tf.constant(shape, index))
+        return partial(tf.zeros, shape, grad.dtype)
+    dtype, index = grad.values.dtype, grad.indices.dtype
+    return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], index), tf.constant(shape, index))
 
 
 def _map_values(function: Callable[[Any], Any], grad: Any) -> Any:
