@@ -55,7 +55,7 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.session.train_begins()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.session.epoch_begins(epoch, self.model)
+        self.session.epoch_begins(epoch, self.model, (self.params or {}).get("epochs"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.session.batch_ends(batch)
@@ -152,6 +152,8 @@ class ElasticCallback(CommitStateCallback):
 
 class ElasticDataset(DataAdapter):  # type: ignore[misc]
     """A dataset of arrays for `model.fit`: one member trains each row once an epoch, however often the world changes.
+
+    Only where a batch has fewer rows than there are members do several members train the same row of it.
 
     An epoch resumes at `state.epoch` and `state.batch`, so put an `ElasticCallback(state)` among the callbacks of
     `fit`, and call it with `initial_epoch=state.epoch`. A step trains the same rows for any number of members: each

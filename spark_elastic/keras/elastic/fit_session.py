@@ -9,6 +9,7 @@ and order, so they may be created anew each time.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
 from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, set_resume_point
+
+log = logging.getLogger("spark_elastic.keras")
 
 _ABOVE = 6
 """Largest number of calls between `CallbackList.set_model` and `set_model` of a callback."""
@@ -357,6 +360,8 @@ class FitSession:
         self._totals = totals
         self._noted: tuple[dict[str, int], int] | None = None
         """Steps of each optimizer when `state.batch` was last set, and the value that it was set to."""
+        self._planned: int | None = None
+        """The state's epoch at which the `fit` that runs, or that was left by an error, ends; None if it has ended."""
         self._running: tuple[Any, list[Any], list[Any]] | None = None
         """When the loop was last left: the epoch, the variables of the model's metrics, and their values."""
         self.train_begins()
@@ -372,9 +377,18 @@ class FitSession:
         self._ended: int | None = None
         self._last: int | None = None
 
-    def epoch_begins(self, epoch: int, model: Any) -> None:
+    def epoch_begins(self, epoch: int, model: Any, epochs: int | None = None) -> None:
+        """Handle the beginning of an epoch.
+
+        Args:
+            epoch: The number that Keras gives it.
+            model: The model that is trained.
+            epochs: The argument `epochs` of `fit`, if it is known.
+        """
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
+            if self.counts_epochs and epochs is not None:
+                self._plan(epochs + self._offset)
             self._batches_before = self._state.batch if self.counts_batches else 0
             self._put_running_metrics_back()
             memory: FitCallbacks = self._state.fit_callbacks
@@ -387,6 +401,17 @@ class FitSession:
         set_resume_point(model, FitResumePoint(self._offset, self._batches_before))
         if self.counts_batches:
             self._note_batch()
+
+    def _plan(self, end: int) -> None:
+        """Note the state's epoch at which this `fit` ends; warn if it is later than before `fit` was left."""
+        if self._planned is not None and end > self._planned:
+            log.warning(
+                "model.fit was entered again and now trains until epoch %d; before, it was until epoch %d. Keras "
+                "counts epochs anew in each call: give fit initial_epoch=state.epoch, or epochs=n - state.epoch",
+                end,
+                self._planned,
+            )
+        self._planned = end
 
     def batch_ends(self, batch: int) -> None:
         if self._last == batch:
@@ -419,6 +444,7 @@ class FitSession:
     def fit_ends(self) -> None:
         """Handle the end of a `fit` with callbacks of this package."""
         self._noted = None
+        self._planned = None
 
     def count_applied_batches(self, totals: dict[str, int], passes: int) -> None:
         """Set `state.batch` to the number of applied batches, also if only some steps of one execution were applied.

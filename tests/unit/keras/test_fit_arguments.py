@@ -206,6 +206,40 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
     assert steps == [(epoch, batch) for epoch in range(6) for batch in (1, 2, 3)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "until"),
+    [
+        (lambda epoch: {"epochs": 3, "initial_epoch": epoch}, 3),
+        (lambda epoch: {"epochs": 3 - epoch}, 3),
+        (lambda epoch: {"epochs": 3}, 4),
+    ],
+    ids=["initial_epoch", "fewer epochs", "neither"],
+)
+def test_fit_that_would_train_more_epochs_after_a_change_of_the_world_warns(alone, arguments, until, caplog):
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    left = []
+
+    class Leaves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if not left and (state.epoch, state.batch) == (1, 2):
+                left.append(True)
+                raise HostsUpdatedInterrupt
+
+    @hvd.elastic.run
+    def loop(state):
+        model.fit(dataset, callbacks=[ElasticCallback(state), Leaves()], verbose=0, **arguments(state.epoch))
+
+    loop(state)
+    assert state.epoch == until
+    assert ("now trains until epoch 4; before, it was until epoch 3" in caplog.text) == (until == 4)
+    caplog.clear()
+    more = {"epochs": until + 2, "initial_epoch": until}
+    model.fit(dataset, callbacks=[ElasticCallback(state)], verbose=0, **more)  # another fit may train longer
+    assert "now trains until" not in caplog.text
+
+
 # --- several datasets of one state ----------------------------------------------------------------------
 
 
