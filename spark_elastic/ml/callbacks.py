@@ -54,7 +54,9 @@ class Run(Protocol):
     def stop(self, reason: str) -> None:
         """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`.
 
-        Any worker may call it.
+        Any worker may call it. Other workers hear of a request of `on_batch_end` in the next step's reduction: if all
+        workers that have made it are lost before, it is lost with them. So make it in all workers where all can tell,
+        or again at the next event.
         """
 
     def checkpoint(self, *, best: bool = False) -> None:
