@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.collective.gloo import give_up_device
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.joining import FOREVER_S
@@ -381,9 +382,10 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     Meanwhile the queues of other groups are compared: a member may come here only once those are done.
 
     Raises:
-        HorovodInternalError: the round is over.
+        HorovodInternalError: the round is over; with a remedy, if that may be because ranks wait at different sets.
     """
     all_are_here: Future[None] = Future()
+    begun = clock.monotonic()
 
     def wait() -> None:
         try:
@@ -398,6 +400,16 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
         threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
         group.negotiation.serve_until(all_are_here.done)
         all_are_here.result()
+    except HorovodInternalError as error:
+        waited_s = clock.monotonic() - begun
+        if waited_s < link.stall_timeout_s:
+            raise
+        raise HorovodInternalError(
+            f"{error}. This rank has waited for {waited_s:.0f} s at its first use of the process set of ranks "
+            f"{list(group.world_ranks)} for the others of them, which may wait at their first use of another set. All "
+            "ranks have to use their sets for the first time in one order, also with asynchronous collectives: call "
+            "hvd.barrier(process_set=...) for each set, in the order in which they were added"
+        ) from error
     finally:
         link.blocked(False)
 

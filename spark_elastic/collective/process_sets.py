@@ -188,6 +188,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
 
     Ranks that do not exist now are allowed: they may exist in a larger world.
 
+    The first use of a set in a world, also by an asynchronous collective, waits for the set's other ranks. So all ranks
+    have to use their sets for the first time in one order, such as that in which the sets were added.
+
     Returns:
         The set.
 

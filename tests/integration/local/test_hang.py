@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from spark_elastic.errors import UserFunctionError
 from spark_elastic.membership.timeline import WorkerLeft
 
 
@@ -63,3 +66,34 @@ def test_a_worker_that_spins_is_removed_after_the_stall_timeout(start_job, tmp_p
     assert len({str(weights) for _, weights in results}) == 1
     left = next(record for record in job.events() if isinstance(record, WorkerLeft))
     assert "waited for it in a collective" in left.why
+
+
+def use_sets_in_a_cycle(in_order):
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    if in_order:
+        for each in sets:
+            if each.included():
+                hvd.barrier(process_set=each)
+    own = [sets[rank], sets[rank - 1]]
+    try:
+        handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum, process_set=each) for each in own]
+        return [hvd.synchronize(handle).item() for handle in handles]
+    except hvd.HorovodInternalError as error:
+        raise RuntimeError(str(error)) from None
+
+
+def test_ranks_that_wait_at_first_uses_of_different_sets_are_told_what_to_do(start_job):
+    job = start_job(use_sets_in_a_cycle, (False,), num_proc=3, stall_timeout=3.0, preimport=("torch",))
+    with pytest.raises(UserFunctionError, match=r"first use of the process set of ranks \[\d, \d\].*in one order"):
+        job.result(120)
+
+
+def test_sets_that_were_first_used_in_one_order_may_be_used_in_a_cycle(start_job):
+    job = start_job(use_sets_in_a_cycle, (True,), num_proc=3, preimport=("torch",))
+    assert job.result(120) == [[2.0, 2.0]] * 3
