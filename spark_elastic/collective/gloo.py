@@ -250,6 +250,8 @@ class GlooGroup:
         self._failure: BaseException | None = None
         self._sockets: GroupSockets | None = None
         self._late: LateConnection | None = None
+        self._late_device: Any = None
+        """The device through which the late connection is being made; None before and after."""
         self.pg: ProcessGroupGloo | None = None
 
     def connect(self, introduction: Introduction | None = None) -> None:
@@ -296,8 +298,10 @@ class GlooGroup:
         self._connect(None, late=True)
         failure, self._failure = self._failure, None
         if failure is None and not self._abandoned:
+            with self._lock:
+                self._late_device = None
             return
-        give_up_device(self._addresses[self.rank], late=True)
+        self._give_up_late_device()
         raise HorovodInternalError(
             f"the members of round {self.round} could not be connected: {self._why or failure}"
         ) from failure
@@ -317,8 +321,9 @@ class GlooGroup:
             failure = error
         with self._lock:
             if self._abandoned:
+                # No shutdown: this thread may come here late, and some of the sockets may be those of the next world,
+                # whose members may listen at the same ports. Gloo closes those of this group with the group.
                 if sockets is not None:
-                    sockets.shutdown()
                     sockets.close()
             else:
                 self.pg, self._sockets, self._failure = pg, sockets, failure
@@ -355,12 +360,29 @@ class GlooGroup:
         )
         try:
             before = frozenset(open_sockets().values())
-            pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(address, late))
+            pg = ProcessGroupGloo(store, self.rank, self.size, self._options(address, late))
             sockets = GroupSockets(before, set(self._addresses), store.addresses)
         except BaseException as error:
             raise store.error or error from None
         self.kinds, self.notes = set(store.kinds), store.notes
         return pg, sockets
+
+    def _options(self, address: str, late: bool) -> Any:
+        if not late:
+            return gloo_options(address)
+        with self._lock:  # so that a cut finds the device, or prevents that it is used
+            if self._why is not None:
+                raise HorovodInternalError(f"round {self.round} is over: {self._why}")
+            options = gloo_options(address, late)
+            self._late_device = _devices[address, True]
+        return options
+
+    def _give_up_late_device(self) -> None:
+        """Let the next late connection use another device if this group's thread may still be using its own."""
+        with self._lock:
+            device, self._late_device = self._late_device, None
+        if device is not None and _devices.get((self._addresses[self.rank], True)) is device:
+            give_up_device(self._addresses[self.rank], late=True)
 
     def cut(self, why: str) -> None:
         """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
@@ -516,6 +538,7 @@ class GlooGroup:
     def _end_late(self) -> None:
         if self._late is not None:
             self._late.end(HorovodInternalError(f"round {self.round} is over: {self._why}"))
+            self._give_up_late_device()
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. Collectives in flight fail."""

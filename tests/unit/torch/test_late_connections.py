@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,49 @@ def connects_in_many_worlds(worlds: int):
 def test_late_connections_leave_neither_descriptors_nor_threads():
     for half, whole in together(connects_in_many_worlds, 3, 20):
         assert half == whole
+
+
+def connects_for_longer_than_its_world(ended: str):
+    """Hold the thread that connects while the next world connects late, too, and let it go on then."""
+    held, released = threading.Event(), threading.Event()
+
+    class Held(gloo.GroupSockets):
+        def __init__(self, *args: Any) -> None:
+            if not held.is_set():
+                held.set()
+                released.wait()
+            super().__init__(*args)
+
+    gloo.GroupSockets = Held
+    hvd.init()
+    group = process.group()
+    work = group.allgather(torch.empty(hvd.size(), dtype=torch.uint8), torch.ones(1, dtype=torch.uint8))
+    assert held.wait(60.0)
+    before = list(gloo._devices.values())
+    hvd.allreduce(torch.ones(1))  # all are held
+    if ended == "cut":
+        group.cut("the driver has ended it")
+    frontend.rejoin(1)
+    with pytest.raises(hvd.HorovodInternalError):
+        group.wait(work)
+    hvd.allgather(torch.tensor([hvd.rank()]))
+    kept = sum(device in before for device in gloo._devices.values())
+    before.clear()
+    hvd.allreduce(torch.ones(1))
+    released.set()
+    wait_until(lambda: "spark-elastic-connect-late" not in thread_names(), 60.0, "the end of the old connection")
+    hvd.allreduce(torch.ones(1))
+    again = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    wait_until(lambda: listens_at() == 2, 60.0, "the end of the listener that was given up")
+    found = again, kept
+    hvd.allreduce(torch.ones(1))  # whoever leaves the world ends the connections of the others
+    return found
+
+
+@pytest.mark.parametrize("ended", ["cut", "closed"])
+def test_a_late_connection_that_outlives_its_world_leaves_the_next_ones_connections_alone(ended):
+    # the device that all groups use at once is kept, the other one is replaced
+    assert together(connects_for_longer_than_its_world, 3, ended) == [([0, 1, 2], 1)] * 3
 
 
 def lacks_the_memory_of_others():
