@@ -55,6 +55,7 @@ def virtual_workers(
     threads: int = 1,
     sums: Iterable[str] = (),
     metrics: Iterable[Any] = (),
+    generators: Iterable[Any] = (),
 ) -> KerasVirtualWorkers:
     """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
 
@@ -80,6 +81,9 @@ def virtual_workers(
         threads: The number of TensorFlow's threads in this process. Bits may depend on it.
         sums: The names of numbers that shards `add`.
         metrics: Metrics of Keras that shards update. Afterwards they have the rows of all shards, on all workers.
+        generators: More generators of TensorFlow, Keras, numpy or `random` that shards draw from, or objects that have
+            some, such as a loss. Those of the model are found in its layers' attributes and in what its methods refer
+            to.
 
     Raises:
         UsageError: The model or the optimizer cannot be used so, or TensorFlow runs already with other threads.
@@ -91,7 +95,10 @@ def virtual_workers(
         )
     from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
 
-    return KerasVirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, metrics=metrics)
+    drawing = {f"generators[{number}]": each for number, each in enumerate(generators)}
+    return KerasVirtualWorkers(
+        count, model, optimizer, seed=seed, threads=threads, sums=sums, metrics=metrics, drawing=drawing
+    )
 
 
 __all__ = [

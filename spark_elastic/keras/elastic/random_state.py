@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.python.eager import context
 
+from spark_elastic.elastic.own_generators import GeneratorKind
 from spark_elastic.elastic.random_state import RawState, decode_states, encode_states, read_states, set_states
 
 _SEED_MASK = 0x3FFFFFFF
@@ -124,3 +126,38 @@ def _tensorflow_generator() -> Any:
 
 
 random_states = RandomStates()
+
+
+# --- generators of the user's own -----------------------------------------------------------------------
+
+
+def own_kinds(model: Any) -> tuple[GeneratorKind, ...]:
+    """Return the kinds of generators of TensorFlow and Keras, apart from those that are the model's variables."""
+    variables = [*map(_native, model.variables), *random_states.variables()]
+    return tuple(
+        GeneratorKind(kind, _seed_variable, _read_variable, _write_variable, partial(_is_one_of, variables))
+        for kind in (keras.random.SeedGenerator, tf.random.Generator)
+    )
+
+
+def _native(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _seed_variable(generator: Any, seed: int) -> None:
+    state = _native(generator.state)
+    values = [*two_seeds(seed), 0][: state.shape[0]]  # of the algorithms: two numbers, or a counter of two and a key
+    state.assign(np.asarray(values, state.dtype.as_numpy_dtype))
+
+
+def _read_variable(generator: Any) -> list[int]:
+    return list(_native(generator.state).numpy().tolist())
+
+
+def _write_variable(generator: Any, values: Sequence[int]) -> None:
+    state = _native(generator.state)
+    state.assign(np.asarray(values, state.dtype.as_numpy_dtype))
+
+
+def _is_one_of(variables: Sequence[Any], generator: Any) -> bool:
+    return any(each is _native(generator.state) for each in variables)

@@ -17,6 +17,7 @@ import torch
 from spark_elastic.collective import fused
 from spark_elastic.collective.shard_sums import PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.elastic.own_generators import OwnGenerators
 from spark_elastic.elastic.virtual_shards import (
     Environment,
     EnvironmentCheck,
@@ -26,7 +27,7 @@ from spark_elastic.elastic.virtual_shards import (
 )
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.backend import describe
-from spark_elastic.keras.elastic.random_state import random_states, two_seeds
+from spark_elastic.keras.elastic.random_state import own_kinds, random_states, two_seeds
 from spark_elastic.keras.elastic.shard_variables import ShardVariables, buffers_of
 from spark_elastic.keras.optimizer import reduces
 from spark_elastic.keras.sync_batch_normalization import is_synchronised
@@ -81,6 +82,7 @@ class KerasVirtualWorkers:
         sums: Iterable[str] = (),
         metrics: Iterable[Any] = (),
         variables: Sequence[Any] | None = None,
+        drawing: Mapping[str, Any] | None = None,
     ) -> None:
         if count < 1 or threads < 1:
             raise UsageError(f"virtual workers and threads must be at least 1, not {count} and {threads}")
@@ -103,10 +105,14 @@ class KerasVirtualWorkers:
         self._reduction = ShardReduction(
             count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._check.compare_members
         )
+        self._drawing = {"model": model, "metrics": metrics, **(drawing or {})}
+        self._own = OwnGenerators(self._drawing, _ENTERED, own_kinds(model))
+        self._has_computed = False
+        """A batch was computed: all generators of the model have been made."""
         self._variables = ShardVariables(model, metrics, random_states.variables, self._reduction.gather)
         self._variables.begin_step()
         _all.add(self)
-        random_states.save_seeded(*self._seed((), count))  # for what is drawn before the first batch
+        self._save_random_states(self._seed((), count))  # for what is drawn before the first batch
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -117,8 +123,9 @@ class KerasVirtualWorkers:
         (`shard.add_gradients`). At the end of the iteration, which waits for the other workers, `gradients` are those
         of the whole batch and `sums` has the sums.
 
-        While a shard is computed, random numbers of the model's layers, Keras, TensorFlow, numpy and `random` are those
-        of (seed, step, shard); after the last one, those of (seed, step). If the step fails, they are as before it.
+        While a shard is computed, random numbers of the model's layers and generators, Keras, TensorFlow, numpy and
+        `random` are those of (seed, step, shard); after the last one, those of (seed, step). If the step fails, they
+        are as before it.
 
         Args:
             rows: The rows of the batch; shards are empty, and left out, if there are fewer than virtual workers.
@@ -127,7 +134,8 @@ class KerasVirtualWorkers:
 
         Raises:
             HorovodInternalError: A peer is gone. Nothing was changed.
-            UsageError: Shards have no gradients, or have changed a variable in ways that cannot be combined.
+            UsageError: Shards have no gradients, have changed a variable in ways that cannot be combined, or the first
+                shards have made a random generator in the model.
         """
         bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
         numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
@@ -181,6 +189,9 @@ class KerasVirtualWorkers:
                 matrix[index, 1 + summed :] = self._variables.end_shard(index)
             others.check()
             self._variables.check_metrics()
+            if not self._has_computed:
+                self._own.check_none_was_made(self._drawing)
+                self._has_computed = True
             vote = self._exchange(trained, sums, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + summed])
             self._variables.combine(matrix[:, 1 + summed :], matrix[:, 0], training)
@@ -190,9 +201,9 @@ class KerasVirtualWorkers:
             self._gradients = None
             self._variables.put_back()
             random_states.put_back()
+            self._own.put_back()
             raise
-        seeds = self._seed(key, self.count, keep=True)
-        random_states.save_seeded(*seeds)
+        self._save_random_states(self._seed(key, self.count, keep=True))
         return vote
 
     @property
@@ -239,11 +250,17 @@ class KerasVirtualWorkers:
         """
         seed = derived_key(self.seed, *key, index)
         random_states.seed(seed)
+        self._own.seed(seed)
         own = len(self._variables.seeds) - len(_GLOBAL)
         values: list[Any] = [two_seeds(derived_key(seed, number)) for number in range(own)]
         values += random_states.values(derived_key(seed, own))
         (self._variables.set_seeds if keep else self._variables.begin_shard)(values)
         return seed, derived_key(seed, own)
+
+    def _save_random_states(self, seeds: tuple[int, int]) -> None:
+        """Save the states of all generators after a step; `seeds`: what `_seed` has returned."""
+        random_states.save_seeded(*seeds)
+        self._own.save_seeded(seeds[0])
 
     def _trained(self) -> list[torch.Tensor]:
         """Return tensors with the shapes and types of the variables that are trained."""
@@ -293,6 +310,7 @@ class KerasVirtualWorkers:
             "seed": self.seed,
             "environment": dict(self.environment),
             "random": random_states.encoded(),
+            "generators": self._own.encoded(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -304,6 +322,7 @@ class KerasVirtualWorkers:
         check_same_training(state, self.count, self.seed)
         self.compare_environment(state["environment"])
         random_states.load(state["random"])
+        self._own.load(state.get("generators", {}))
 
     def compare_environment(self, then: Mapping[str, str]) -> None:
         """Warn of what differs between the environment in which the training was begun and the present one."""
@@ -330,6 +349,8 @@ class _OtherVariables:
                 )
 
 
+_ENTERED = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, tf.Module)
+"""Classes whose instances may have generators of their own; losses and metrics of Keras hold functions."""
 _GLOBAL = ("Keras", "TensorFlow")
 """The global generators, whose seeds come after those of the model."""
 

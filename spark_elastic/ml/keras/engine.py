@@ -132,7 +132,13 @@ class KerasEngine(Engine):
         self._exact: KerasExactSteps | None = None
         if training.virtual_workers is not None:
             self._exact = KerasExactSteps(
-                training, ready.model, ready.feeder, ready.metrics, ready.graphs, self._by_weight
+                training,
+                ready.model,
+                ready.feeder,
+                ready.metrics,
+                ready.graphs,
+                ready.compiled,
+                self._by_weight,
             )
         self._validated = Progress()
         """The progress of the training at the last `begin_validation`."""

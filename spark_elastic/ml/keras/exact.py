@@ -14,6 +14,7 @@ import torch
 from spark_elastic.collective.shard_sums import tree_sum
 from spark_elastic.data.reader import Batch
 from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
+from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.feeding import BatchFeeder
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
@@ -36,6 +37,7 @@ class KerasExactSteps:
         feeder: The converter of a shard's rows to arrays.
         metrics: The losses and metrics.
         graphs: The graphs of a shard's pass and of the update.
+        compiled: The losses and metrics that the user gave, which may have random generators.
         by_weight: Losses are divided by the sum of the sample weights of the whole batch.
     """
 
@@ -46,6 +48,7 @@ class KerasExactSteps:
         feeder: BatchFeeder,
         metrics: KerasMetricAccumulator,
         graphs: StepGraphs,
+        compiled: CompileArguments,
         by_weight: bool,
     ) -> None:
         assert training.virtual_workers is not None
@@ -56,6 +59,11 @@ class KerasExactSteps:
             seed=training.seed,
             threads=training.num_threads or 1,
             variables=graphs.variables,
+            drawing={
+                "loss": compiled.loss,
+                "metrics": [compiled.metrics, compiled.weighted_metrics],
+                "transformation_fn": training.transformation_fn,
+            },
         )
         self._feeder, self._metrics, self._graphs = feeder, metrics, graphs
         self._by_weight = by_weight

@@ -37,7 +37,16 @@ class ExactSteps:
     ) -> None:
         assert training.virtual_workers is not None
         self.workers = VirtualWorkers(
-            training.virtual_workers, model, optimizer, seed=training.seed, threads=training.num_threads or 1
+            training.virtual_workers,
+            model,
+            optimizer,
+            seed=training.seed,
+            threads=training.num_threads or 1,
+            drawing={
+                "loss": training.loss,
+                "metrics": training.metrics,
+                "transformation_fn": training.transformation_fn,
+            },
         )
         self._training = training
         self._model = model
@@ -92,6 +101,7 @@ class ExactSteps:
                 table = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
                 for index, parts in self._parts(batch, (epoch, batch.start, _VALIDATE)).items():
                     put_back()
+                    workers.seed_shard((epoch, batch.start, _VALIDATE), index)
                     for part in parts:
                         result = self._objective.forward(self._model, part)
                         pieces.append((number, index, metrics.measure(result, part.rows, table[index])))

@@ -16,6 +16,7 @@ import torch
 
 from spark_elastic.collective.shard_sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.elastic.own_generators import OwnGenerators
 from spark_elastic.elastic.virtual_shards import (
     Environment,
     EnvironmentCheck,
@@ -56,6 +57,7 @@ class VirtualWorkers:
         seed: int = 0,
         threads: int = 1,
         sums: Iterable[str] = (),
+        drawing: Mapping[str, Any] | None = None,
     ) -> None:
         if count < 1 or threads < 1:
             raise UsageError(f"virtual workers and threads must be at least 1, not {count} and {threads}")
@@ -71,6 +73,10 @@ class VirtualWorkers:
         self._reduction = ShardReduction(
             count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._check.compare_members
         )
+        self._drawing = {"model": model, **(drawing or {})}
+        self._own = OwnGenerators(self._drawing, (torch.nn.Module,))
+        self._has_computed = False
+        """A batch was computed: all generators of the model have been made."""
         self._buffers = ShardBuffers(model, self._reduction.gather)
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
@@ -90,8 +96,8 @@ class VirtualWorkers:
         iteration, which waits for the other workers, `param.grad` is the gradient of the whole batch and `sums` has the
         sums. With `torch.no_grad()`, only the sums are computed, and buffers keep their values.
 
-        While a shard is computed, random numbers of torch, numpy and `random` are those of (seed, step, shard); after
-        the last one, those of (seed, step). If the step fails, they are as before it.
+        While a shard is computed, random numbers of torch, numpy, `random` and the model's own generators are those of
+        (seed, step, shard); after the last one, those of (seed, step). If the step fails, they are as before it.
 
         Args:
             rows: The rows of the batch; shards are empty, and left out, if there are fewer than virtual workers.
@@ -99,7 +105,8 @@ class VirtualWorkers:
 
         Raises:
             HorovodInternalError: A peer is gone. Nothing was changed.
-            UsageError: A gradient is sparse, or shards have changed a buffer in ways that cannot be combined.
+            UsageError: A gradient is sparse, shards have changed a buffer in ways that cannot be combined, or the first
+                shards have made a random generator in the model.
         """
         bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
         numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
@@ -148,6 +155,9 @@ class VirtualWorkers:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
             if others is not None:
                 others.check()
+            if not self._has_computed:
+                self._own.check_none_was_made(self._drawing)
+                self._has_computed = True
             vote = self._exchange(params, sums, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
@@ -160,6 +170,7 @@ class VirtualWorkers:
             if has_buffers:
                 self._buffers.put_back()
             put_back_random_state()
+            self._own.put_back()
             raise
         self._drop_gradients(keep=params)
         self._reduced = trains
@@ -168,8 +179,10 @@ class VirtualWorkers:
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
-        """Seed the generators of torch, numpy and `random` for one shard of the step with this key."""
-        self.seed_generators(derived_key(self.seed, *key, index))
+        """Seed the generators of torch, numpy, `random` and the model for one shard of the step with this key."""
+        seed = derived_key(self.seed, *key, index)
+        self.seed_generators(seed)
+        self._own.seed(seed)
 
     @staticmethod
     def seed_generators(seed: int) -> None:
@@ -180,7 +193,9 @@ class VirtualWorkers:
 
     def _save_random_state(self, key: tuple[int, ...]) -> None:
         """Save the states after the last shard of a step, which has just been made the present ones."""
-        save_random_state(partial(self.seed_generators, derived_key(self.seed, *key, self.count)))
+        seed = derived_key(self.seed, *key, self.count)
+        save_random_state(partial(self.seed_generators, seed))
+        self._own.save_seeded(seed)
 
     @contextmanager
     def buffers_kept(self) -> Iterator[Callable[[], None]]:
@@ -249,6 +264,7 @@ class VirtualWorkers:
             "seed": self.seed,
             "environment": dict(self.environment),
             "random": encoded_random_state(),
+            "generators": self._own.encoded(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,6 +277,7 @@ class VirtualWorkers:
         self.compare_environment(state["environment"])
         if "random" in state:
             set_random_state(state["random"])
+            self._own.load(state.get("generators", {}))
 
     def compare_environment(self, then: Mapping[str, str]) -> None:
         """Warn of what differs between the environment in which the training was begun and the present one."""
@@ -275,6 +292,7 @@ def virtual_workers(
     seed: int = 0,
     threads: int = 1,
     sums: Iterable[str] = (),
+    generators: Iterable[Any] = (),
 ) -> VirtualWorkers:
     """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
 
@@ -294,14 +312,18 @@ def virtual_workers(
             have nothing to compute.
         model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
         optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
-        seed: The seed of the shards' random numbers. The generators of torch, numpy and `random` are seeded at once.
+        seed: The seed of the shards' random numbers. The generators of torch, numpy, `random` and the model are seeded
+            at once.
         threads: The number of torch's threads in this process from now on. Bits may depend on it.
         sums: The names of numbers that shards `add`.
+        generators: More generators of torch, numpy or `random` that shards draw from, or objects that have some, such
+            as a loss. Those of the model are found in its modules' attributes and in what its methods refer to.
 
     Raises:
         UsageError: The model or the optimizer cannot be used so.
     """
-    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums)
+    drawing = {f"generators[{number}]": each for number, each in enumerate(generators)}
+    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, drawing=drawing)
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -36,6 +36,12 @@ BUGS = (
         "                self._seed(key, index - self._reduction.shards().start)\n",
     ),
     Bug(
+        "generators of the model and of the loop go on from shard to shard",
+        _WORKERS,
+        "        self._own.seed(seed)\n",
+        "",
+    ),
+    Bug(
         "numpy's random numbers go on from shard to shard",
         _RANDOM,
         "        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))\n",

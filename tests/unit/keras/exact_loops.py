@@ -21,7 +21,11 @@ WORDS = 30
 
 @keras.saving.register_keras_serializable("exact_loops")
 class Counter(keras.layers.Layer):
-    """Counts its calls and rows, and adds noise of a TensorFlow generator's and of Keras' global one."""
+    """Counts its calls and rows; adds noise of a generator of its own, and of TensorFlow's and Keras' global ones."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.generator = tf.random.Generator.from_seed(1)
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(
@@ -33,6 +37,7 @@ class Counter(keras.layers.Layer):
         if training:
             x = x + 0.01 * tf.random.get_global_generator().normal(tf.shape(x))
             x = x + 0.01 * keras.random.normal(tf.shape(x))
+            x = x + 0.01 * self.generator.normal(tf.shape(x))
         return x
 
 
@@ -107,10 +112,11 @@ def train(
     model = build()
     steps = optimizers()[optimizer]()
     steps.build(model.trainable_variables)
+    chance = keras.random.SeedGenerator(random.randrange(1 << 30))  # one that no model has
     accuracy = keras.metrics.SparseCategoricalAccuracy()
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     workers = hvd.elastic.virtual_workers(
-        virtual, model, steps, seed=11, threads=threads, sums=["loss", "right"], metrics=[accuracy]
+        virtual, model, steps, seed=11, threads=threads, sums=["loss", "right"], metrics=[accuracy], generators=[chance]
     )
     x, word, label = rows()
     if saved is not None:
@@ -144,6 +150,7 @@ def train(
         for shard in workers.shards(len(chosen), step=state.step):
             part = chosen[shard.rows]
             noise = np.random.normal(size=(len(part), 8)).astype(np.float32)  # an augmentation
+            noise = noise + 0.01 * keras.random.normal(noise.shape, seed=chance).numpy()
             noise = noise * np.float32(random.random() * scale) + 0.01 * tf.random.normal(noise.shape).numpy()
             loss, out, found = gradients(x[part] + noise, word[part], label[part], np.float32(len(chosen)))
             shard.add_gradients(found)

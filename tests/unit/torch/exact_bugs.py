@@ -40,6 +40,7 @@ BUGS = (
         "        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))\n",
         "",
     ),
+    Bug("generators of the model go on from shard to shard", _WORKERS, "        self._own.seed(seed)\n", ""),
     Bug("Python's random numbers go on from shard to shard", _WORKERS, "        random.seed(seed)\n", ""),
     Bug(
         "random numbers after the step are those of the last shard",

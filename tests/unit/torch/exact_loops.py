@@ -24,10 +24,21 @@ def build(seed: int = 0) -> nn.Module:
     return Net()
 
 
+CHANCE = random.Random()
+
+
+class Jitter:
+    def __init__(self) -> None:
+        self.generators = {"new": np.random.default_rng(), "old": np.random.RandomState()}
+
+    def __call__(self) -> float:
+        return sum(float(each.normal()) for each in self.generators.values()) + CHANCE.random()
+
+
 class Net(nn.Module):
     """Embedding, dropout, batch normalisation, a counter, weights of three types, one that is not always used.
 
-    The optimizer does not have `side`.
+    The optimizer does not have `side`. Noise comes from generators of its own: torch's, numpy's two, and Python's.
     """
 
     def __init__(self) -> None:
@@ -44,8 +55,11 @@ class Net(nn.Module):
         self.side = nn.Linear(8, 4)
         self.power = nn.utils.spectral_norm(nn.Linear(16, 16))
         self.register_buffer("calls", torch.zeros(2, dtype=torch.int64))
+        self.generator = torch.Generator()
+        self.jitter = Jitter()
 
     def forward(self, x: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        x = x + 0.01 * (torch.randn(x.shape, generator=self.generator) + self.jitter())
         self.calls += torch.tensor([1, len(x)])
         hidden = self.norm(self.first(torch.cat([x, self.words(word)], 1))).relu()
         hidden = self.drop(hidden) + self.narrow(hidden.bfloat16()).float()
@@ -132,7 +146,8 @@ def train(
             shard.add("right", (out.argmax(1) == label[part]).sum())
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         steps.step()
-        state.log = [*state.log, workers.sums["loss"], workers.sums["right"], random.random(), torch.rand(1).item()]
+        drawn = random.random(), torch.rand(1).item(), model.jitter()
+        state.log = [*state.log, workers.sums["loss"], workers.sums["right"], *drawn]
         state.step += 1
         state.position += len(chosen)
 

@@ -55,6 +55,35 @@ class Draws(keras.callbacks.Callback):
     on_test_begin = on_test_batch_begin = on_test_batch_end = on_test_end = _draw
 
 
+@keras.saving.register_keras_serializable("test_exact")
+class Noisy(keras.layers.Layer):
+    """Adds noise of a generator of TensorFlow, also when it is evaluated."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x: Any) -> Any:
+        return x + 0.1 * self.generator.normal(tf.shape(x), dtype=x.dtype)
+
+
+def noisy_model() -> Any:
+    return keras.Sequential([keras.Input((6,)), trainings.dense(8, 1), Noisy(), trainings.dense(3, 2)])
+
+
+@keras.saving.register_keras_serializable("test_exact")
+class Smoothed(keras.losses.Loss):
+    """A loss that draws from a generator of its own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        noise = tf.cast(self.generator.uniform([]), y_pred.dtype)
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred * (1.0 + noise), from_logits=True)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "dropout, batch normalisation, momentum, a schedule, clipping": {
         "model": in_float32,
@@ -71,6 +100,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "accumulation": 2,
         "callbacks": lambda: [keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1.0), Draws()],
         "metrics": lambda: ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)],
+    },
+    "random generators of a layer and of the loss": {
+        "model": noisy_model,
+        "loss": Smoothed,
+        "epochs": 2,
     },
     "sample weights, a train_step of one's own, one row in some shards": {
         "rows": "weighted",

@@ -38,6 +38,31 @@ class Draws(Callback):
     on_validation_begin = on_validation_end = on_epoch_end = _draw
 
 
+CHANCE = random.Random()
+
+
+class Noisy(nn.Module):
+    """Adds noise of generators that are no global ones, also when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype) + 0.1 * CHANCE.random()
+
+
+class Smoothed:
+    """A loss that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        smoothing = float(self.generator.uniform(0.0, 0.2))
+        return nn.functional.cross_entropy(output, label, label_smoothing=smoothing)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "dropout, batch normalisation, momentum, clipping, learning rates by chance": {
         "dropout": 0.3,
@@ -59,6 +84,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lr_scheduler": trainings.plateau,
         "metrics": {"by_class": trainings.SumMetric(), "outputs": trainings.ListMetric()},
     },
+    "random generators of the model and of the loss": {
+        "noise": True,
+        "loss": Smoothed(),
+    },
     "windows of rows, one row in some shards": {
         "order": "lanes",
         "batch_size": 67,
@@ -72,6 +101,8 @@ def make(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> A
     settings = {**VARIANTS[variant], **more}
     settings["callbacks"] = [*VARIANTS[variant].get("callbacks", []), *more.get("callbacks", [])]
     net = trainings.make_net(dropout=settings.pop("dropout", 0.0), norm=settings.pop("norm", False))
+    if settings.pop("noise", False):
+        net.append(Noisy())
     if settings.pop("float32", False):
         net, data = net.float(), data.parent / "float32"
     return trainings.make_training(data, folder, model=net, virtual_workers=virtual, **settings)
