@@ -27,6 +27,9 @@ _LIBRARIES = {"keras", "numpy", "spark_elastic", "tensorflow", "torch", *sys.std
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
 """Types in which there is no generator. A module is entered only through the functions and classes that are used."""
 
+_MOST_ENTRIES = 10_000
+"""Containers with more entries hold data, and take long to look into."""
+
 
 class GeneratorKind(NamedTuple):
     """How generators of one type are seeded, and how their states are read and set.
@@ -169,6 +172,8 @@ def _is_installed(package: str) -> bool:
 
 def _inside(place: str, value: Any, entered: tuple[type, ...], code: _UsersCode) -> Iterator[tuple[str, Any]]:
     """Return what to look into next, with its place."""
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _MOST_ENTRIES:
+        return
     if isinstance(value, dict):
         yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items()))
     elif isinstance(value, (list, tuple, deque)):

@@ -128,3 +128,11 @@ def test_a_generator_that_is_made_in_the_first_step_is_refused():
     model(torch.ones(1))
     with pytest.raises(UsageError, match=r"model\.made, a Generator, was made in the first step"):
         own.check_none_was_made({"model": model})
+
+
+def test_long_containers_are_not_looked_into():
+    inner = nn.Linear(1, 1)
+    inner.rows = [random.Random(0) for _ in range(10_001)]
+    assert len(of(inner)) == 0
+    inner.rows = inner.rows[:10_000]
+    assert len(of(inner)) == 10_000
