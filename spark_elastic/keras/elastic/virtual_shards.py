@@ -203,7 +203,8 @@ class KerasVirtualWorkers:
             random_states.put_back()
             self._own.put_back()
             raise
-        self._save_random_states(self._seed(key, self.count, keep=True))
+        seeds = self._seed(key, self.count, keep=True)
+        self._save_random_states(seeds)
         return vote
 
     @property
