@@ -19,7 +19,7 @@ parts of its epoch: reading (the training waits for the next batch), collating (
 beyond the model's own step, which is the reduction, the waiting for the other worker, and the bookkeeping of steps. The
 processor time of a row, in all threads of a process, tells what a way costs on a machine with other things to do, too.
 
-    python benchmarks/workloads.py [--only images tokens] [--scale 0.1]
+    python benchmarks/workloads.py [--only images tokens] [--scale 0.1] [--repeat 5]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -542,17 +542,20 @@ def main() -> None:
     builder = SparkSession.builder.master(f"local[{WORKERS}]").config("spark.driver.memory", "6g")
     spark = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
-    series: list[Series] = []
-    raw: dict[str, Any] = {}
+    figures: dict[str, Series] = {}
+    raw: dict[str, list[Any]] = {name: [] for name in args.only}
     try:
-        for name in args.only:
+        for name in args.only * args.repeat:
             scale = args.scale or WORKLOADS[name].scale * (0.1 if args.quick else 1)
-            found, raw[name] = measured(spark, name, scale)
-            series += found
+            found, of_run = measured(spark, name, scale)
+            raw[name].append(of_run)
+            for each in found:
+                before = figures[each.name].values if each.name in figures else []
+                figures[each.name] = replace(each, values=[*before, *each.values])
             print({each.name: round(statistics.median(each.values), 3) for each in found}, file=sys.stderr, flush=True)
     finally:
         spark.stop()
-    report("workloads", args, *series, raw=raw)
+    report("workloads", args, *figures.values(), raw=raw)
 
 
 if __name__ == "__main__":

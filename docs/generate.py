@@ -213,6 +213,7 @@ CAPTIONS = {
     "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
     "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
     "transform.json": "rows a second of a fitted model, 1 M rows",
+    "workloads.json": "from a DataFrame to a model: rows a second and core, beside the same model on tensors in memory",
 }
 
 
