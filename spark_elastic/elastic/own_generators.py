@@ -8,9 +8,11 @@ as the names of temporary files, which must differ between processes.
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ import torch
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.errors import UsageError
 
+log = logging.getLogger("spark_elastic.elastic.own_generators")
+
 _STREAM = 0x6F776E
 """The part of their keys that tells their seeds from those of the global generators."""
 _LIBRARIES = {"keras", "numpy", "spark_elastic", "tensorflow", "torch", *sys.stdlib_module_names} - {"__main__"}
@@ -29,6 +33,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.ndarray, torch.T
 
 _MOST_ENTRIES = 10_000
 """Containers with more entries hold data, and take long to look into."""
+_MOST_OBJECTS = 200_000
+"""Where more objects can be reached, the search ends with a warning; it has taken about a second."""
 
 
 class GeneratorKind(NamedTuple):
@@ -64,10 +70,17 @@ class OwnGenerators:
         self._entered, self._kinds = entered, (*kinds, *_KINDS)
         found = find_generators(roots, self._entered, self._kinds)
         self._found = dict(sorted(found.items()))  # the order must be the same in all processes
-        self._put_back: Callable[[], object] | None = None
+        self._put_back: dict[int, Callable[[], object]] = {}
+        """By the id of a generator: sets the state that was saved last, by this object or another that has it too."""
+        _instances.add(self)
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def places(self) -> list[str]:
+        """The places of the generators, in the order of their seeds; they must be the same in all processes."""
+        return list(self._found)
 
     def seed(self, seed: int) -> None:
         """Seed each of them with a number of its own that follows from `seed`."""
@@ -76,23 +89,36 @@ class OwnGenerators:
 
     def save_seeded(self, seed: int) -> None:
         """Save the present states for `put_back`: those that `seed` has just given for this seed."""
-        self._put_back = functools.partial(self.seed, seed)
+        for number, (generator, kind) in enumerate(self._found.values()):
+            self._saved(generator, functools.partial(kind.seed, generator, derived_key(seed, _STREAM, number)))
 
     def put_back(self) -> None:
         """Return to the states that were saved last."""
-        if self._put_back is not None:
-            self._put_back()
+        for put_back in self._put_back.values():
+            put_back()
 
     def encoded(self) -> dict[str, Any]:
         """Save the present states, and return them by the places of the generators, for `load`."""
         states = {place: kind.read(generator) for place, (generator, kind) in self._found.items()}
-        self._put_back = functools.partial(self._write, states)
+        self._save(states)
         return states
 
     def load(self, states: Mapping[str, Any]) -> None:
         """Set the states to those that `encoded` has returned, in whatever process."""
-        self._put_back = functools.partial(self._write, dict(states))
-        self._put_back()
+        self._save(states)
+        for place, (generator, kind) in self._found.items():
+            if place in states:
+                kind.write(generator, states[place])
+
+    def _save(self, states: Mapping[str, Any]) -> None:
+        for place, (generator, kind) in self._found.items():
+            if place in states:
+                self._saved(generator, functools.partial(kind.write, generator, states[place]))
+
+    def _saved(self, generator: Any, put_back: Callable[[], object]) -> None:
+        for each in _instances:
+            if each is self or id(generator) in each._put_back:
+                each._put_back[id(generator)] = put_back
 
     def check_none_was_made(self, roots: Mapping[str, Any]) -> None:
         """Check that a shard has made no generator, which would have drawn numbers that follow from no step.
@@ -109,10 +135,9 @@ class OwnGenerators:
                     "example in __init__ of the model"
                 )
 
-    def _write(self, states: Mapping[str, Any]) -> None:
-        for place, (generator, kind) in self._found.items():
-            if place in states:
-                kind.write(generator, states[place])
+
+_instances: weakref.WeakSet[OwnGenerators] = weakref.WeakSet()
+"""All in this process: two may have the same generator."""
 
 
 def find_generators(
@@ -131,14 +156,27 @@ def find_generators(
     waiting = deque(roots.items())
     while waiting:
         place, value = waiting.popleft()
-        if isinstance(value, _PLAIN) or id(value) in seen:
+        # not isinstance, which asks a proxy for the class of what it stands for
+        if issubclass(type(value), _PLAIN) or id(value) in seen:
             continue
+        if len(seen) == _MOST_OBJECTS:
+            log.warning(
+                "%s refer to more than %d objects; random generators among the others are not seeded for each shard "
+                "unless they are given to virtual_workers(generators=[...])",
+                ", ".join(roots),
+                _MOST_OBJECTS,
+            )
+            break
         seen[id(value)] = value
-        kind = next((each for each in kinds if isinstance(value, each.type)), None)
+        kind = next((each for each in kinds if issubclass(type(value), each.type)), None)
         if kind is None:
             waiting.extend(_inside(place, value, entered, code))
         elif not kind.is_global(value):
-            found[place] = value, kind
+            number, name = 1, place
+            while name in found:  # closures of one function, for example
+                number += 1
+                name = f"{place} ({number})"
+            found[name] = value, kind
     return found
 
 
@@ -146,10 +184,10 @@ class _UsersCode:
     """Tells code of the user's from code of libraries, by the packages of modules."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._packages: dict[str, bool] = {}
+        self._packages = {"__main__": True}  # the file of a worker's is a library's
         for root in roots.values():
             for each in root if isinstance(root, (list, tuple)) else [root]:
-                package = _package(each if isinstance(each, (type, types.FunctionType)) else type(each))
+                package = _package(each if issubclass(type(each), (type, types.FunctionType)) else type(each))
                 self._packages[package] = package not in _LIBRARIES
 
     def __contains__(self, defined: Any) -> bool:
@@ -172,33 +210,43 @@ def _is_installed(package: str) -> bool:
 
 def _inside(place: str, value: Any, entered: tuple[type, ...], code: _UsersCode) -> Iterator[tuple[str, Any]]:
     """Return what to look into next, with its place."""
-    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _MOST_ENTRIES:
-        return
-    if isinstance(value, dict):
-        yield from ((f"{place}[{key!r}]", each) for key, each in list(value.items()))
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"{place}[{number}]", each) for number, each in enumerate(value))
-    elif isinstance(value, functools.partial):
+    kind = type(value)
+    if issubclass(kind, dict):
+        if dict.__len__(value) <= _MOST_ENTRIES:  # the methods of subclasses may do anything
+            pairs = enumerate(list(dict.items(value)))
+            yield from ((f"{place}[{_key(key, number)}]", each) for number, (key, each) in pairs)
+    elif issubclass(kind, (list, tuple, deque)):
+        base = next(each for each in (list, tuple, deque) if issubclass(kind, each))
+        if base.__len__(value) <= _MOST_ENTRIES:
+            yield from ((f"{place}[{number}]", each) for number, each in enumerate(base.__iter__(value)))
+    elif issubclass(kind, functools.partial):
         yield from ((place, each) for each in (value.func, value.args, value.keywords))
-    elif isinstance(value, types.MethodType):
+    elif issubclass(kind, types.MethodType):
         yield from ((place, each) for each in (value.__self__, value.__func__))
-    elif isinstance(value, (staticmethod, classmethod)):
+    elif issubclass(kind, types.BuiltinMethodType):
+        yield place, value.__self__
+    elif issubclass(kind, (staticmethod, classmethod)):
         yield place, value.__func__
-    elif isinstance(value, property):
+    elif issubclass(kind, property):
         yield place, value.fget
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         if value in code:
             yield from _of_function(place, value)
         yield f"{place}.__wrapped__", getattr(value, "__wrapped__", None)
-    elif isinstance(value, type):
+    elif issubclass(kind, type):
         if value in code:
             yield from ((f"{place}.{name}", each) for name, each in vars(value).items() if name != "__dict__")
             yield from ((place, each) for each in value.__bases__)
-    elif isinstance(value, entered) or type(value) in code:
+    elif issubclass(kind, (*entered, types.SimpleNamespace)) or kind in code:
         yield from ((f"{place}.{name}", each) for name, each in _attributes(value).items())
-        yield place, type(value)
-    else:
+        yield place, kind
+    elif not issubclass(kind, weakref.ProxyTypes):
         yield f"{place}.__wrapped__", getattr(value, "__dict__", {}).get("__wrapped__")  # such as a tf.function
+
+
+def _key(key: Any, number: int) -> str:
+    """Return a name for the key of a dictionary that is the same in all processes: `repr` may have an address."""
+    return repr(key) if issubclass(type(key), (str, int, bytes)) or key is None else f"#{number}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -209,7 +257,7 @@ def _attributes(value: Any) -> dict[str, Any]:
         if not name.startswith("__") and hasattr(value, name)
     }
     attributes |= getattr(value, "__dict__", {})
-    return {**attributes.pop("_modules", {}), **attributes} if isinstance(value, torch.nn.Module) else attributes
+    return {**attributes.pop("_modules", {}), **attributes} if issubclass(type(value), torch.nn.Module) else attributes
 
 
 def _names(slots: Any) -> tuple[str, ...]:

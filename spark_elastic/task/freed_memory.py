@@ -12,7 +12,7 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
 _KEPT_BYTES = 1 << 30
-"""At the end of its heap, a process keeps this much free memory and no more."""
+"""A process keeps the free end of its heap up to this size, and returns all of it beyond."""
 _LARGEST_BYTES, _LARGEST_OF_OLD_GLIBC = 256 << 20, 32 << 20
 """Larger blocks are mapped one by one, and returned when they are freed."""
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")

@@ -48,7 +48,8 @@ class BackwardReducer:
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
     sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse. Members of an
     earlier world have seen gradients already. If some were never seen, the members send no bucket before the end of
-    backward, and agree once more, by what they have computed.
+    backward, and agree once more, by what they have computed. With several optimizers they agree at the end of backward
+    alone, because a member that computes nothing in a step comes to them in another order.
 
     The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
@@ -168,7 +169,7 @@ class BackwardReducer:
         self._active = True
         try:
             group = self._present_group()
-            if group is not None and group is not self._agreed_on:
+            if group is not None and group is not self._agreed_on and _is_only_one():
                 self._agree(group)
         except SparkElasticError as error:  # raised by `finish`, not through autograd
             self._failure = error
@@ -283,7 +284,7 @@ class BackwardReducer:
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
-            if group is not self._agreed_on:
+            while group is not self._agreed_on:  # once more if others have come here while backward ran
                 self._agree(group, computed=True)
             self._reduce(group)
         self._rearm()
@@ -293,8 +294,8 @@ class BackwardReducer:
 
         Args:
             group: the members.
-            computed: the gradients of this step are complete, and show which are sparse. Without it, there is no
-                agreement yet if a gradient has not been seen by any member in an earlier step.
+            computed: the gradients of this step are complete, and show which are sparse. Unless they are on all
+                members, there is no agreement yet if a gradient has not been seen by any in an earlier step.
 
         Raises:
             MismatchError: the settings differ.
@@ -308,11 +309,12 @@ class BackwardReducer:
             self._see_gradients()
         known, unseen = self._sparse | self._made_dense, {id(slot) for slot in self._unseen}
         kinds = [2 if id(slot.param) in known else int(id(slot) not in unseen) for slot in self._slots]
-        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(kinds)):
-            of_any = torch.tensor(kinds, dtype=torch.uint8)
+        incomplete = int(not computed)
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=f"{kinds} {incomplete}"):
+            of_any = torch.tensor([*kinds, incomplete], dtype=torch.uint8)
             group.wait(group.allreduce(of_any, Max.gloo))
-            kinds = of_any.tolist()
-        if not computed and 0 in kinds:
+            *kinds, incomplete = of_any.tolist()
+        if incomplete and 0 in kinds:
             return
         sparse = {id(slot.param) for slot, kind in zip(self._slots, kinds, strict=True) if kind == 2}
         self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
@@ -404,6 +406,11 @@ class BackwardReducer:
         self._rearm()
         for slot in self._slots:
             slot.param.grad = None
+
+
+def _is_only_one() -> bool:
+    """Return True if one reducer has all parameters whose gradients are reduced in this process."""
+    return len({id(reducer) for known in _owners.values() if (reducer := known()) is not None}) == 1
 
 
 def _no_entries(param: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import random
+import sys
+import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from spark_elastic.elastic import own_generators
 from spark_elastic.elastic.own_generators import OwnGenerators
 from spark_elastic.errors import UsageError
 
@@ -136,3 +140,72 @@ def test_long_containers_are_not_looked_into():
     assert len(of(inner)) == 0
     inner.rows = inner.rows[:10_000]
     assert len(of(inner)) == 10_000
+
+
+def test_objects_without_end_are_left_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(own_generators, "_MOST_OBJECTS", 10)
+    inner = nn.Linear(1, 1)
+    inner.rows = [[number] for number in range(100)]
+    of(inner)
+    assert "model refer to more than 10 objects" in caplog.text
+
+
+def test_generators_of_one_place_are_all_seeded():
+    made = [in_closure(), in_closure()]
+    with_class = OfClass()
+    with_class.generator = random.Random(5)
+    own = of([made, with_class, {torch.ones(1): random.Random(1), torch.ones(1) + 1: random.Random(2)}])
+    assert len(own) == 6
+    own.seed(1)
+    first = [each() for each in made]
+    own.seed(1)
+    assert [each() for each in made] == first
+
+
+def test_names_hold_no_address():
+    places = of({in_closure(): random.Random(1), (1, "a"): random.Random(2), "b": random.Random(3)}).places
+    assert places == ["model[#0]", "model[#1]", "model['b']"]
+
+
+def test_code_of_the_main_module_is_the_users_wherever_the_package_is_installed(monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__file__ = "/usr/lib/python3/site-packages/spark_elastic/task/main.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    helper = type("Helper", (), {"__module__": "__main__"})()
+    helper.generator = random.Random(0)
+    layer = nn.Linear(1, 1)
+    layer.helper = helper
+    assert of(nn.Sequential(layer)).places == ["model.0.helper.generator"]
+
+
+class Alive:
+    pass
+
+
+def test_objects_that_run_code_when_they_are_asked_are_not_asked():
+    class Lazy(dict):
+        def items(self):
+            raise AssertionError
+
+        __len__ = items
+
+    alive = Alive()
+    dead = weakref.proxy(alive)
+    del alive
+    assert of([dead, Lazy(a=random.Random(0))]).places == ["model[1]['a']"]
+
+
+def test_bound_methods_and_namespaces_lead_to_their_generators():
+    assert len(of([random.Random(0).random, types.SimpleNamespace(generator=random.Random(0))])) == 2
+
+
+def test_two_that_share_a_generator_return_to_the_state_that_either_saved_last():
+    shared = random.Random(0)
+    one, other = of([shared]), of([shared])
+    for own, seed in ((one, 1), (other, 2)):
+        own.seed(seed)
+        own.save_seeded(seed)
+    expected = draw(shared)
+    one.seed(3)
+    one.put_back()
+    assert draw(shared) == expected

@@ -76,8 +76,8 @@ def check_steps(steps: int | None, batches: int) -> None:
     if steps not in (None, batches):
         raise UsageError(
             f"steps_per_epoch={steps} (of model.fit, or of KERAS_MAX_STEPS_PER_EPOCH), but an epoch of this "
-            f"ElasticDataset has {batches} batches: the other rows would never be trained. Leave it out; for shorter "
-            "epochs, give the dataset fewer rows"
+            f"ElasticDataset has {batches} batches, and ends with the last of them. Leave it out; for shorter epochs, "
+            "give the dataset fewer rows"
         )
 
 

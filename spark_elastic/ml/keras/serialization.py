@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
-from keras.src.saving import saving_lib  # `keras.saving.load_model`, which calls it, takes paths only
+from keras.src.saving import saving_lib  # what calls it in `keras.saving` and `Model.save` takes paths only
 
 from spark_elastic.errors import CheckpointError, NotPicklableError
 from spark_elastic.keras.backend import same_path
@@ -35,9 +35,9 @@ _saving = threading.Lock()
 
 def model_to_archive(model: Any) -> bytes:
     """Return architecture and weights of a model; raise Keras's own error for a class without a configuration."""
-    archive = _Archive()
+    archive = io.BytesIO()
     with _as_uncompiled(model):
-        model.save(archive)
+        saving_lib.save_model(model, archive)
     return archive.getvalue()
 
 
@@ -52,7 +52,7 @@ def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = N
     """
     if safe:
         trust.KERAS.check(keras.__version__)
-    with _Archive(file) as archive:
+    with io.BytesIO(file) as archive:  # in memory: a worker that is killed meanwhile leaves no file behind
         return saving_lib.load_model(archive, dict(custom_objects or {}), compile=False, safe_mode=safe)
 
 
@@ -72,16 +72,6 @@ def archive_config(file: bytes) -> Any:
             return json.loads(archive.read("config.json"))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise CheckpointError(f"not a .keras archive: {error}") from error
-
-
-class _Archive(io.BytesIO):
-    """An archive in memory: a worker that is killed while it loads one leaves no file behind.
-
-    Keras writes to open files, too, but tells the format by the end of their name.
-    """
-
-    def __str__(self) -> str:
-        return "model.keras"
 
 
 @contextlib.contextmanager

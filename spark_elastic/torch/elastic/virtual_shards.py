@@ -70,11 +70,10 @@ class VirtualWorkers:
         self._check = EnvironmentCheck(environment(threads), log)
         self.environment = self._check.environment
         """What the bits of the result depend on besides the program and its data."""
-        self._reduction = ShardReduction(
-            count, f"seed {seed}, {threads} threads, sums {list(self._names)}", self._check.compare_members
-        )
         self._drawing = {"model": model, **(drawing or {})}
         self._own = OwnGenerators(self._drawing, (torch.nn.Module,))
+        about = f"seed {seed}, {threads} threads, sums {list(self._names)}, generators {self._own.places}"
+        self._reduction = ShardReduction(count, about, self._check.compare_members)
         self._has_computed = False
         """A batch was computed: all generators of the model have been made."""
         self._buffers = ShardBuffers(model, self._reduction.gather)

@@ -352,3 +352,35 @@ def with_gaps(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", [in_channels_last, with_gaps])
 def test_parameters_of_any_memory_layout_are_trained(layout):
     assert together(trained_with_layout, 2, args=(layout,)) == [True, True]
+
+
+def steps_without_a_backward_pass(rank_without: int, optimizers: int, unused: bool) -> bool:
+    """Train an embedding and a layer; one rank computes nothing in the first step. True: all ranks end alike."""
+    torch.manual_seed(0)
+    table, layer = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 2)
+    dense = [*layer.parameters(), *([torch.nn.Parameter(torch.ones(2))] if unused else [])]
+    if optimizers == 2:
+        inner = [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(list(table.parameters()))]
+    else:
+        inner = [torch.optim.SGD([*dense, *table.parameters()], lr=0.1)]
+    made = [hvd.DistributedOptimizer(each) for each in inner]
+    for step in range(3):
+        for optimizer in made:
+            optimizer.zero_grad()
+        if step or hvd.rank() != rank_without:
+            layer(table(torch.tensor([hvd.rank(), step]))).square().sum().backward()
+        for optimizer in made:
+            optimizer.step()
+    sums = hvd.allgather_object([each.sum().item() for each in (*dense, *table.parameters())])
+    return bool(sums[0] == sums[1]) and abs(sums[0][0]) > 0
+
+
+def each_without_a_backward_pass(cases: list) -> list[bool]:
+    hvd.init()
+    return [steps_without_a_backward_pass(*case) for case in cases]
+
+
+def test_a_rank_may_compute_nothing_in_the_first_step():
+    cases = [(rank, optimizers, unused) for rank in (0, 1) for optimizers in (1, 2) for unused in (False, True)]
+    for found in together(each_without_a_backward_pass, 2, args=(cases,)):
+        assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, True)
