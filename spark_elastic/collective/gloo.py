@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
+_LOOK_AGAIN_S = 0.02
 
 _CONNECTION_WORDS = (
     "connection",
@@ -405,6 +407,13 @@ class GlooGroup:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         if self._link.cut_round() >= self.round:
             raise HorovodInternalError(f"round {self.round} is over: the driver has ended it")
+
+    def check_alive_for(self, seconds: float) -> None:
+        """Wait, and raise HorovodInternalError if the group is closed or its round ends meanwhile."""
+        until = clock.monotonic() + seconds
+        while (left := until - clock.monotonic()) > 0:
+            self.check_alive()
+            time.sleep(min(left, _LOOK_AGAIN_S))
 
     def translate(self, error: Exception) -> Exception:
         """Return the exception to raise for an error of one of this group's collectives."""

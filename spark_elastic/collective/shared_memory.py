@@ -330,6 +330,8 @@ class _Announcement(NamedTuple):
 _ANNOUNCEMENT = struct.Struct("<QQQQ32s")
 assert _ANNOUNCEMENT.size == SHARED_MEMORY_BYTES
 _warned = False
+_LOSS_IS_KNOWN_S = 5.0
+"""The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
 
 
 class Offer:
@@ -435,6 +437,7 @@ def find_peers(
         found.close()
     why = why or "another worker cannot"
     if offer.setting == SHARED:
+        group.check_alive_for(_LOSS_IS_KNOWN_S)  # nor can the memory of a worker be opened that has just died
         raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
     if offer.setting == AUTO:
         _warn(why)

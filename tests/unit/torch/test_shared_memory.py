@@ -16,8 +16,9 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import devices, shared_memory
 from spark_elastic.collective.process import process
 from spark_elastic.errors import InvalidSettingsError, UsageError
+from tests.integration.processes import wait_until
 from tests.leftovers import threads_settle
-from tests.unit.world_link import die, tell
+from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
@@ -347,3 +348,39 @@ def test_joined_ranks_take_part_in_both_kinds_of_shared_memory_reduction(count, 
         assert last == count - 1
         assert minima == [[number] for number in range(len(minima))]
         assert sums == [[float(count - 1 - number // 3)] for number in range(len(sums))]
+
+
+def loses_a_newcomer_that_the_others_try_to_open():
+    os.environ[devices.REDUCTION_SETTING] = "shared"
+    open_peers = shared_memory._open_peers
+
+    def opened(key, rank, announced):
+        if link().worker == 3:
+            die()
+        if len(announced) == 3:  # the newcomer is dead before its memory is opened
+            path = f"/proc/{announced[-1].pid}/fd/{announced[-1].descriptor}"
+            wait_until(lambda: not os.path.lexists(path), 30.0, "the end of the newcomer")
+        return open_peers(key, rank, announced)
+
+    shared_memory._open_peers = opened
+    hvd.init()
+    state = hvd.elastic.ObjectState(worlds=[])
+
+    @hvd.elastic.run
+    def loop(state):
+        state.worlds.append(hvd.size())
+        tell("in loop", hvd.size())
+        while len(state.worlds) < 2:  # the driver has announced the newcomer, and its end
+            state.check_host_updates()
+            hvd.allreduce(torch.ones(1))
+        return state.worlds, process.group()._shared is not None
+
+    return loop(state)
+
+
+def test_a_worker_that_dies_before_its_memory_is_opened_is_a_loss_where_shared_memory_is_demanded():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(loses_a_newcomer_that_the_others_try_to_open, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(loses_a_newcomer_that_the_others_try_to_open)
+        assert driver.results(2) == [([2, 2], True)] * 2
