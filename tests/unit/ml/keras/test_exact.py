@@ -25,7 +25,6 @@ from tests.unit.keras.exact_loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.estimators import settings
-from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
 
 
@@ -139,8 +138,7 @@ def optimizer_of(folder: Path) -> str:
 def all_variants(data: Path, folder: Path, virtual: int) -> list[str]:
     found = []
     for number, name in enumerate(VARIANTS):
-        found.append(outcome(data, folder / str(number), name, virtual))
-        tell("trained", name)
+        found.append(outcome(data, folder / str(number), name, virtual, callbacks=[Telling()]))
     return found
 
 
