@@ -2,7 +2,7 @@
 
     python benchmarks/freed_memory.py [--repeat 5] [--steps 40]
 
-Each measurement is a process of its own that trains one model alone; with and without take turns. Prints a table and
+Each measurement is a new process that trains one model alone. Processes with and without the setting take turns. Prints a table and
 writes benchmarks/results/freed_memory.json.
 """
 

@@ -61,7 +61,7 @@ def calling_method(matches: Callable[[Any], bool], names: Collection[str], withi
         within: The number of calls to look at, the nearest first.
 
     Returns:
-        Those of the nearest method that matches; an empty name and no variables if there is none.
+        The name and variables of the nearest method that matches; ("", {}) if none does.
     """
     frame: Any = sys._getframe(2)
     for _ in range(within):

@@ -34,7 +34,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.ndarray, torch.T
 _MOST_ENTRIES = 10_000
 """Containers with more entries hold data, and take long to look into."""
 _MOST_OBJECTS = 200_000
-"""Where more objects can be reached, the search ends with a warning; it has taken about a second."""
+"""The most objects to look at, which takes about a second; the search then ends with a warning."""
 
 
 class GeneratorKind(NamedTuple):
@@ -83,7 +83,7 @@ class OwnGenerators:
         return list(self._found)
 
     def seed(self, seed: int) -> None:
-        """Seed each of them with a number of its own that follows from `seed`."""
+        """Seed each generator with another number, derived from `seed`."""
         for number, (generator, kind) in enumerate(self._found.values()):
             kind.seed(generator, derived_key(seed, _STREAM, number))
 
