@@ -2,8 +2,8 @@
 
     python benchmarks/freed_memory.py [--repeat 5] [--steps 40]
 
-Each measurement is a new process that trains one model alone. Processes with and without the setting take turns. Prints a table and
-writes benchmarks/results/freed_memory.json.
+Each measurement is a new process that trains one model alone. Processes with and without the setting take turns.
+Prints a table and writes benchmarks/results/freed_memory.json.
 """
 
 from __future__ import annotations
