@@ -452,18 +452,17 @@ class _Template:
             self._connections.add(connection)
 
     def _heard(self, connection: socket.socket) -> None:
-        descriptors: list[int] = []
-        try:
-            data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(dataclasses.fields(Ends)))
-            if not data:  # the agent is gone, or has no use for its worker any more
+        with contextlib.ExitStack() as received:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(dataclasses.fields(Ends)))
+                for descriptor in descriptors:
+                    received.callback(os.close, descriptor)
+                if not data:  # the agent is gone, or has no use for its worker any more
+                    self._forget(connection)
+                elif connection not in self._workers:
+                    self._answer(connection, json.loads(data), descriptors, received.close)
+            except Exception:  # a request that is none, a module that raises: the workers must not suffer from it
                 self._forget(connection)
-            elif connection not in self._workers:
-                self._answer(connection, json.loads(data), descriptors)
-        except Exception:  # a request that is none, a module that raises: the workers must not suffer from it
-            self._forget(connection)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def _forget(self, connection: socket.socket) -> None:
         if connection in self._workers:
@@ -472,7 +471,13 @@ class _Template:
         self._connections.discard(connection)
         connection.close()
 
-    def _answer(self, connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        request: Mapping[str, Any],
+        descriptors: Sequence[int],
+        close_descriptors: Callable[[], None],
+    ) -> None:
         if request["settings"] != self._settings:
             self._retire()
             _send(connection, {"retry": True})
@@ -488,6 +493,7 @@ class _Template:
             _send(connection, {"refused": "an imported module has started a thread"})
             return
         pid = self._fork(Ends(*descriptors), request["env"])
+        close_descriptors()  # before the agent hears of the worker: nobody else has its pipes open from then on
         self._workers[connection] = pid
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._reap, connection, pidfd))
