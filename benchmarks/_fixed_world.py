@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from spark_elastic.collective.process import process
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
+from spark_elastic.wire import worker_link
 from spark_elastic.wire.worker_link import Assignment, Preparation
+from tests.integration.network import Network, why_unavailable
 
 
 class FixedLink:
@@ -99,3 +106,53 @@ def without_shared_memory() -> Iterator[None]:
         yield
     finally:
         group._shared = shared
+
+
+def run_in_fixed_world(processes: int, hosts: int, mbit_per_s: int | None = None) -> int:
+    """Run this program once for each member, with `--worker RANK MASTER PORT ADDRESSES` after its own arguments.
+
+    Args:
+        processes: the number of members.
+        hosts: the number of hosts that they are on; more than one are network namespaces.
+        mbit_per_s: the bandwidth of each host's link; None: no limit.
+
+    Returns:
+        The largest exit code. The program ends at once if there can be no network namespaces.
+    """
+    with contextlib.ExitStack() as stack:
+        network = None
+        places = ["127.0.0.1"]
+        if hosts > 1:
+            if why := why_unavailable():
+                sys.exit(why)
+            network = Network()
+            stack.callback(network.close)
+            places = [network.add_host() for _ in range(hosts)]
+            for place in places if mbit_per_s else []:
+                network.limit_bandwidth(place, mbit_per_s)
+        master = network.gateway if network else places[0]
+        addresses = [places[rank * hosts // processes] for rank in range(processes)]
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind((master, 0))
+            port = probe.getsockname()[1]
+        store = dist.TCPStore(master, port, processes + 1, is_master=True, wait_for_workers=False)
+        started = []
+        for rank in range(processes):
+            command = [sys.executable, *sys.argv, "--worker", str(rank), master, str(port), ",".join(addresses)]
+            prefix = network.command_on(addresses[rank]) if network else []
+            started.append(subprocess.Popen([*prefix, *command]))
+        try:
+            codes = [each.wait() for each in started]
+        finally:
+            for each in started:
+                each.kill()
+        del store
+    return max(codes)
+
+
+def join_fixed_world(given: Sequence[str]) -> int:
+    """Take part in the world that `run_in_fixed_world` has made; the values of `--worker`. Returns the rank."""
+    rank, master, port, addresses = int(given[0]), given[1], int(given[2]), given[3].split(",")
+    store = dist.TCPStore(master, port, len(addresses), is_master=False, timeout=timedelta(seconds=60))
+    worker_link.install(FixedLink(store, rank, addresses))
+    return rank

@@ -14,33 +14,26 @@ without the copy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _fixed_world import FixedLink, without_shared_memory
+from _fixed_world import join_fixed_world, run_in_fixed_world, without_shared_memory
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.collective.shared_memory import LARGE_BYTES
 from spark_elastic.collective.shared_memory_reducer import _WINDOW as WINDOW
-from spark_elastic.wire import worker_link
-from tests.integration.network import Network, why_unavailable
 
 RESULTS = Path(__file__).parent / "results" / "allreduce.json"
 SIZES = (4, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 26_000_000, 105_000_000)
@@ -92,10 +85,9 @@ def compare(nbytes: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def worker(rank: int, master: str, port: int, addresses: list[str], args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore(master, port, len(addresses), is_master=False, timeout=timedelta(seconds=60))
-    worker_link.install(FixedLink(store, rank, addresses))
+    rank = join_fixed_world(args.worker)
     hvd.init()
     shares = getattr(process.group(), "_shared", None) is not None
     rows = {nbytes: compare(nbytes, args.rounds) for nbytes in args.sizes}
@@ -139,36 +131,9 @@ def main() -> None:
     parser.add_argument("--worker", nargs=4, metavar=("RANK", "MASTER", "PORT", "ADDRESSES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        rank, master, port, addresses = args.worker
-        worker(int(rank), master, int(port), addresses.split(","), args)
-        return
-    with contextlib.ExitStack() as stack:
-        network = None
-        hosts = ["127.0.0.1"]
-        if args.hosts > 1:
-            if why := why_unavailable():
-                sys.exit(why)
-            network = Network()
-            stack.callback(network.close)
-            hosts = [network.add_host() for _ in range(args.hosts)]
-        master = network.gateway if network else hosts[0]
-        addresses = [hosts[rank * args.hosts // args.np] for rank in range(args.np)]
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind((master, 0))
-            port = probe.getsockname()[1]
-        store = dist.TCPStore(master, port, args.np + 1, is_master=True, wait_for_workers=False)
-        processes = []
-        for rank in range(args.np):
-            command = [sys.executable, *sys.argv, "--worker", str(rank), master, str(port), ",".join(addresses)]
-            prefix = network.command_on(addresses[rank]) if network else []
-            processes.append(subprocess.Popen([*prefix, *command]))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        del store
-    sys.exit(max(codes))
+        worker(args)
+    else:
+        sys.exit(run_in_fixed_world(args.np, args.hosts))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ class Bucket:
             round them.
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
+        error: what rounding for the wire took off the gradients of the steps before, in the order of `flat`; None
+            without error feedback. It is added to the gradients that are sent next. Buckets for the same gradients can
+            share it.
     """
 
     def __init__(
@@ -86,8 +89,20 @@ class Bucket:
         self._sources: list[torch.Tensor | None] = []
         self._before = 1.0
         self.after = 1.0
+        self.error = self.flat.new_zeros(sum(sizes)) if self._has_error_feedback() else None
         self._wire: torch.Tensor | None = None
         self._context: Any = None
+
+    def _has_error_feedback(self) -> bool:
+        compression, dtype = self.compression, self.flat.dtype
+        if not (issubclass(compression, CastCompressor) and compression.error_feedback and dtype.is_floating_point):
+            return False
+        return dtype.itemsize > compression.dtype.itemsize  # others are not rounded
+
+    def forget_error(self) -> None:
+        """Begin error feedback anew, after a step that was not applied or when other parameters are loaded."""
+        if self.error is not None:
+            self.error.zero_()
 
     def scale(self, op: ReduceOp, predivide: float, size: int) -> None:
         """Set the factors to multiply gradients by before and after the sum."""
@@ -146,7 +161,13 @@ class Bucket:
         if issubclass(self.compression, CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
-            return self._wire.copy_(self.flat)
+            if self.error is None:
+                return self._wire.copy_(self.flat)
+            gradients = self.flat[: len(self.error)].add_(self.error)
+            self._wire.copy_(self.flat)
+            torch.sub(gradients, self._wire[: len(gradients)], out=self.error)
+            self.error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an infinite gradient must not stay for ever
+            return self._wire
         self._wire, self._context = self.compression.compress(self.flat)
         self._wire = self._wire.contiguous()
         return self._wire
@@ -279,6 +300,8 @@ class FusedReduction:
         self._agreed_on: GlooGroup | None = None
         """The group whose members were found to have the same plan."""
         self._sets: list[list[Bucket]] = []
+        self._errors: list[torch.Tensor | None] = []
+        """The `error` of each bucket; all sets share it."""
         self._parts: list[list[int]] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -303,7 +326,7 @@ class FusedReduction:
             else:
                 results = self._reduce(group, tensors, scalars)
         except HorovodInternalError as error:
-            self._sets = []  # what is in flight keeps its own
+            self._sets, self._errors = [], []  # what is in flight keeps its own
             error.in_reduction = True
             raise
         self.completed += 1
@@ -356,7 +379,8 @@ class FusedReduction:
         parts = [[places[id(tensor)] for tensor in part] for part in partition(list(tensors), None)]
         # the flag and the numbers are in the last bucket, which has the most precise type
         parts.sort(key=lambda part: torch.finfo(tensors[part[0]].dtype).bits)
-        self._kinds, self._piggyback_width, self._parts, self._sets = kinds, width, parts, []
+        self._kinds, self._piggyback_width, self._parts = kinds, width, parts
+        self._sets, self._errors = [], []
         self._agreed_on = None
 
     def _agree(self, group: GlooGroup) -> None:
@@ -387,6 +411,9 @@ class FusedReduction:
         ]
         for bucket in buckets:
             bucket.uses = _uses(bucket)
+        self._errors = self._errors or [bucket.error for bucket in buckets]
+        for bucket, error in zip(buckets, self._errors, strict=True):
+            bucket.error = error
         if len(self._sets) < _KEPT:
             self._sets.append(buckets)
         return buckets

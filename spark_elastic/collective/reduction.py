@@ -168,6 +168,8 @@ class CastCompressor(Compressor):
     """Sends floating point tensors as `dtype`, others as they are. The context is the original type, or None."""
 
     dtype: torch.dtype
+    error_feedback = False
+    """Optimizers and gradient tapes add what rounding takes off a gradient to the next step's; see `fused.Bucket`."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
@@ -200,12 +202,23 @@ class BF16Compressor(CastCompressor):
     dtype = torch.bfloat16
 
 
+class BF16ErrorFeedbackCompressor(BF16Compressor):
+    """Sends gradients as bfloat16; what rounding takes off them is sent with the next step's ("error feedback").
+
+    Optimizers and gradient tapes need 4 bytes more for each number of a gradient. Single tensors are sent as with
+    `BF16Compressor`, because nothing comes after them.
+    """
+
+    error_feedback = True
+
+
 class Compression:
     """The compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    bf16_error_feedback = BF16ErrorFeedbackCompressor
 
 
 def compressed_sum_scaling(

@@ -402,6 +402,8 @@ class BackwardReducer:
             self._kept = (self._made_for, buckets) if unused else (None, [])
             self._buckets = []
             self._group = None
+        for bucket in (*self._buckets, *self._kept[1]):
+            bucket.forget_error()
         self._works = []
         self._rearm()
         for slot in self._slots:

@@ -108,6 +108,15 @@ class Network:
     def link_up(self, address: str) -> None:
         _ip("link", "set", self._names(address)[1], "up")
 
+    def limit_bandwidth(self, address: str, mbit_per_s: int) -> None:
+        """Send no faster than this to the host and from it."""
+        namespace, outer, inner = self._names(address)
+        # 50 ms of queue, and tokens for 2 ms: more than a tick of the kernel's timer
+        bucket = max(16_384, mbit_per_s * 1_000_000 // 8 * 2 // 1000)
+        shape = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(bucket), "latency", "50ms"]
+        for where, device in (([], outer), ([_IP, "netns", "exec", namespace], inner)):
+            subprocess.run([*where, "tc", "qdisc", "replace", "dev", device, *shape], check=True)
+
     def close(self) -> None:
         for address in self.hosts:
             namespace, outer, _ = self._names(address)

@@ -71,7 +71,7 @@ class Training:
             result has the same bits in any world. None: the workers share each batch.
         clip_norm: Bound of the norm of the reduced gradient.
         clip_value: Bound of each value of the reduced gradient.
-        compression: Type of gradients on the wire: "none", "fp16", "bf16".
+        compression: Type of gradients on the wire: the name of one in `Compression`.
         checkpoints: None: only checkpoints that callbacks request are written.
         resume_from: Name of the checkpoint to resume from, as `Checkpoints.latest` returns it.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.

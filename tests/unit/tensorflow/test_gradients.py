@@ -77,6 +77,23 @@ def test_gradients_of_every_kind_are_averaged_in_one_reduction(count):
         assert [name for name, right in checks.items() if not right] == []
 
 
+def rounded_steps():
+    hvd.init()
+    value = 1 + 2**-10  # bfloat16 rounds it to 1
+    sums = []
+    for compression in (hvd.Compression.bf16, hvd.Compression.bf16_error_feedback):
+        reducer = GradientReducer(compression=compression)
+        kept = [reducer([tf.fill([3], value)])[0][0] for _ in range(640)]  # in all sets of buckets, and new ones
+        sums.append(float(sum(each.numpy()[0] for each in kept)) - 640)
+    return sums
+
+
+def test_error_feedback_delivers_in_later_steps_what_rounding_took_off():
+    for rounded, fed_back in together(rounded_steps, 2):
+        assert rounded == 0
+        assert fed_back == pytest.approx(640 * 2**-10, abs=2**-7)
+
+
 def one_trace():
     hvd.init()
     reducer, traces = GradientReducer(), []

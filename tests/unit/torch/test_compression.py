@@ -66,6 +66,83 @@ def test_averages_of_bfloat16_have_the_range_of_float32(size):
     assert ((got - values).abs() / values).max() < 0.02 + size * 2**-8
 
 
+UNEVEN = torch.tensor([1 + 2**-10, 3e-5 * (1 + 2**-11), -(1 + 3 * 2**-10)])
+"""Numbers that bfloat16 rounds down in each step: after 1,000 steps their sum lacks one part in a thousand."""
+
+
+def summed(bucket: Bucket, gradients, size: int = 2) -> torch.Tensor:
+    """Return the float64 sum of what arrives of these gradients, one a step."""
+    bucket.scale(Average, 1.0, size)
+    total = torch.zeros(len(gradients[0]), dtype=torch.float64)
+    for gradient in gradients:
+        bucket.send(Alike(size), Average.gloo, [gradient])
+        bucket.unpack()
+        total += bucket.flat[: len(gradient)] * bucket.after
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_error_feedback_delivers_in_later_steps_what_rounding_took_off(size):
+    steps = 1000
+    without = summed(Bucket([UNEVEN], Compression.bf16, flagged=True), [UNEVEN] * steps, size)
+    fed_back = summed(Bucket([UNEVEN], Compression.bf16_error_feedback, flagged=True), [UNEVEN] * steps, size)
+    exact = UNEVEN.double() * steps
+    assert ((without - exact) / exact).abs().min() > 4e-4
+    assert ((fed_back - exact) / UNEVEN.double()).abs().max() < 2**-7  # one rounding of one step
+
+
+def test_an_infinite_gradient_leaves_nothing_in_the_error():
+    odd = torch.tensor([math.inf, math.nan, 3.4e38])  # the last one is rounded up, to infinity
+    bucket = Bucket([odd], Compression.bf16_error_feedback, flagged=False)
+    summed(bucket, [odd], size=1)
+    assert summed(bucket, [torch.ones(3)] * 2).tolist() == [2, 2, 2]
+
+
+def test_error_feedback_begins_anew_after_it_was_forgotten():
+    bucket = Bucket([UNEVEN], Compression.bf16_error_feedback, flagged=False)
+    first = summed(bucket, [UNEVEN] * 3)
+    bucket.forget_error()
+    assert summed(bucket, [UNEVEN] * 3).tolist() == first.tolist()
+
+
+def test_values_that_are_not_rounded_have_no_error():
+    for dtype, is_rounded in ((torch.float64, True), (torch.bfloat16, False), (torch.float16, False)):
+        bucket = Bucket([torch.ones(3, dtype=dtype)], Compression.bf16_error_feedback, flagged=False)
+        assert (bucket.error is not None) == is_rounded
+
+
+def descended(compression: str) -> list[float]:
+    """Return weights after 600 steps down the same gradients, and others after 600 more with a lost step between."""
+    hvd.init()
+    model = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=2.0**-10), compression=getattr(hvd.Compression, compression)
+    )
+    out = []
+    for half in range(2):
+        for _ in range(600):
+            optimizer.zero_grad()
+            model(UNEVEN.abs()[None]).sum().backward()
+            optimizer.step()
+        out += model.weight[0].tolist()
+        if half == 0:
+            model(torch.full((1, 3), 1e6)).sum().backward()
+            optimizer._reducer.abandon()  # as after the loss of a peer
+    return out
+
+
+def descended_each() -> list[list[float]]:
+    return [descended(compression) for compression in ("none", "bf16", "bf16_error_feedback")]
+
+
+def test_an_optimizer_with_error_feedback_goes_as_far_as_one_without_compression():
+    for exact, rounded, fed_back in together(descended_each, 2):
+        off = [[abs(b / a - 1) for a, b in zip(exact, other, strict=True)] for other in (rounded, fed_back)]
+        assert min(off[0]) > 4e-4
+        assert max(off[1]) < 3e-5
+
+
 def test_sums_and_predivided_averages_of_float16_keep_their_factors():
     values = torch.tensor([1.0, 3.0])
     assert reduced(values, 64, Compression.fp16, op=Sum).tolist() == [64.0, 192.0]
