@@ -410,7 +410,8 @@ def main() -> None:
                 Series("spread, Petastorm, shuffling queue of 100,000 rows", [spread(np.array(labels))], "times")
             )
     raw["page"] = mmap.PAGESIZE
-    report("data_read", args, *series, raw=raw)
+    name = "_".join(["data_read", *sorted(args.only or [])])  # figures of some parts do not replace those of all
+    report(name, args, *series, raw=raw)
 
 
 if __name__ == "__main__":

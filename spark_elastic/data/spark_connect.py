@@ -73,9 +73,16 @@ def active_session() -> Any:
         return None
 
 
-def setting_of(session: Any, name: str, default: str | None = None) -> str | None:
-    """Return a setting of the session or of the application on the server; `default` if it is not set."""
-    value = session.conf.get(name, default)
+def setting_of(context: Any, name: str, default: str | None = None) -> str | None:
+    """Return a setting of the application; `default` if it is not set.
+
+    Args:
+        context: A SparkContext, or a session of Spark Connect, whose own settings come before those of the server.
+        name: The setting's name.
+        default: See above.
+    """
+    # getConf() would copy all settings from the JVM, one call for each
+    value = context.conf.get(name, default) if is_connect(context) else context._conf.get(name, default)
     return None if value is None else str(value)
 
 

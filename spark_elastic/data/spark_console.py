@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from spark_elastic.data.spark_connect import setting_of
+
 HIDE_EVERY_S = 0.2
 """Spark draws its bar for stages that last longer than half a second after the last `finishAll`."""
 CLOSE_S = 2.0
@@ -109,7 +111,7 @@ def quiet_log(context: Any, verbose: int) -> None:
         return
     _quieted.add(context.applicationId)
     with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ
-        if context.getConf().contains("spark.log.level") or not _has_default_log(context):
+        if setting_of(context, "spark.log.level") is not None or not _has_default_log(context):
             return
         if str(context._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()) == "INFO":
             context.setLogLevel(QUIET_LEVEL)

@@ -44,7 +44,7 @@ def choose_python(context: Any) -> None:
     about = (str(context.applicationId), str(context.pythonExec))
     if about in _checked:
         return
-    chosen = os.environ.get("PYSPARK_PYTHON") or context.getConf().get("spark.pyspark.python")
+    chosen = os.environ.get("PYSPARK_PYTHON") or setting_of(context, "spark.pyspark.python")
     if not chosen and context.pythonExec == _DEFAULT:
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
             context.pythonExec = sys.executable

@@ -56,8 +56,7 @@ class ClassicCluster:
         self._host = plain_address(self.setting("spark.driver.host") or _LOOPBACK)
 
     def setting(self, name: str) -> str | None:
-        value: str | None = self.context.getConf().get(name)
-        return value
+        return setting_of(self.context, name)
 
     def java(self) -> Finding:
         jvm: Any = self.context._jvm

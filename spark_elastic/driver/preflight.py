@@ -116,9 +116,8 @@ def _check_settings(sc: SparkContext) -> None:
     # would stop another one, or none.
     if not isinstance(sc._gateway, ClientServer):
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
-    conf = sc.getConf()
-    threshold = conf.get("spark.speculation.task.duration.threshold")
-    _check_speculation(conf.get("spark.speculation", "false") == "true", threshold)
+    threshold = setting_of(sc, "spark.speculation.task.duration.threshold")
+    _check_speculation(setting_of(sc, "spark.speculation") == "true", threshold)
 
 
 def _check_speculation(speculates: bool, threshold: str | None) -> None:
@@ -138,7 +137,7 @@ def session_ports(context: Any, setting: str) -> Ports:
         InvalidSettingsError: The session's value is not a port or a range of ports.
     """
     name = SESSION_PORTS[setting]
-    value = setting_of(context, name) if is_connect(context) else context.getConf().get(name)
+    value = setting_of(context, name)
     return ANY if value is None else valid_ports(name, value)
 
 

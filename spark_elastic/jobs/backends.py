@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_elastic.data import spark_connect
+from spark_elastic.data.spark_connect import setting_of
 from spark_elastic.data.spark_console import bar_hidden, close_connection, quiet_log
 from spark_elastic.driver import preflight
 from spark_elastic.driver.addresses import check_interfaces
@@ -135,10 +136,9 @@ class SparkBackend:
 
         Both are those of Spark's own driver endpoint, which executors reach in any case.
         """
-        conf = self._context.getConf()
-        host = conf.get("spark.driver.host", "127.0.0.1")
-        assert host is not None
-        return plain_address(conf.get("spark.driver.bindAddress", host) or host), (plain_address(host),)
+        host = setting_of(self._context, "spark.driver.host") or "127.0.0.1"
+        bound = setting_of(self._context, "spark.driver.bindAddress") or host
+        return plain_address(bound), (plain_address(host),)
 
     def ports(self, setting: str, given: int | str | None) -> Ports:
         """Return the ports of a setting: those given to `run`, or else those of the session."""

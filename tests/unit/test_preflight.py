@@ -155,7 +155,7 @@ class Session:
     """As much of a SparkContext as its settings."""
 
     def __init__(self, settings):
-        self.getConf = lambda: settings
+        self._conf = settings
 
 
 def test_ports_of_a_session_are_its_settings():

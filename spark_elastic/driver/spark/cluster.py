@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
+from spark_elastic.data.spark_connect import setting_of
 from spark_elastic.data.spark_console import close_connection
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 
@@ -272,7 +273,7 @@ def count_slots(sc: SparkContext) -> SlotCount:
     executors = int(context.getExecutorIds().size()) if not is_local(sc) else 1
     if not dynamic_allocation(sc):
         return SlotCount(now, now, executors)
-    most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
+    most_executors = int(setting_of(sc, "spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
     if most_executors >= _UNBOUNDED:
         return SlotCount(now, None, executors)
     profile = context.resourceProfileManager().defaultResourceProfile()
@@ -306,4 +307,4 @@ def is_local(sc: SparkContext) -> bool:
 
 
 def dynamic_allocation(sc: SparkContext) -> bool:
-    return sc.getConf().get("spark.dynamicAllocation.enabled", "false") == "true" and not is_local(sc)
+    return setting_of(sc, "spark.dynamicAllocation.enabled") == "true" and not is_local(sc)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from spark_elastic import clock
+from spark_elastic.data.spark_connect import setting_of
 from spark_elastic.data.spark_python import python_error_of, refuse_python, report_python
 from spark_elastic.driver.spark import cluster
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
@@ -198,7 +199,7 @@ class SparkHostDiscovery:
         return frozenset() if cluster.is_local(self._sc) else frozenset(cluster.executor_ids(self._sc))
 
     def _shape(self, count: cluster.SlotCount) -> str:
-        cpus = self._sc.getConf().get("spark.task.cpus", "1")
+        cpus = setting_of(self._sc, "spark.task.cpus", "1")
         return f"{counted(count.executors, 'executor')} with {count.now} slots in all (spark.task.cpus={cpus})"
 
 

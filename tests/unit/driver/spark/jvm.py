@@ -57,7 +57,7 @@ class Application:
             master="spark://here:7077",
             _jsc=remote(sc=self.context),
             _gateway=None,
-            getConf=dict,
+            _conf={},
         )
 
     def _remote(self, **methods: Any) -> Remote:
