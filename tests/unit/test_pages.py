@@ -250,8 +250,7 @@ def test_the_package_claims_only_the_frameworks_that_it_has() -> None:
 
 FIGURES = [
     ("README.md", "fit.json", "fit: wall", "takes {:.1f} s", 1),
-    ("README.md", "fit_with_horovod.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
-    ("README.md", "fit_with_horovod.json", "fit: wall", "which took {:.1f} s", 1),
+    ("README.md", "fit.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
     ("README.md", "fit.json", "by hand: wall", "in TorchDistributor {:.1f} s", 1),
     ("README.md", "transform.json", "transform", "transforms {:.0f} k rows/s", 1000),
     ("README.md", "transform.json", "Horovod's TorchModel", "Horovod's {:.1f} k", 1000),
