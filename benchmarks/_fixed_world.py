@@ -117,7 +117,7 @@ def run_in_fixed_world(processes: int, hosts: int, mbit_per_s: int | None = None
         mbit_per_s: the bandwidth of each host's link; None: no limit.
 
     Returns:
-        The largest exit code. The program ends at once if there can be no network namespaces.
+        0, or the first exit code that is not 0. The program ends at once if there can be no network namespaces.
     """
     with contextlib.ExitStack() as stack:
         network = None
@@ -147,7 +147,7 @@ def run_in_fixed_world(processes: int, hosts: int, mbit_per_s: int | None = None
             for each in started:
                 each.kill()
         del store
-    return max(codes)
+    return next((code for code in codes if code), 0)
 
 
 def join_fixed_world(given: Sequence[str]) -> int:

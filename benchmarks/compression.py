@@ -100,6 +100,7 @@ def loss_curves(args: argparse.Namespace) -> None:
         series.append(Series(f"{name}: largest distance of the losses", apart, "nats"))
         series.append(Series(f"{name}: wrong, less float32's", [a - b for (_, a), (_, b) in pairs], "points"))
     raw = {name: [losses for losses, _ in each] for name, each in curves.items()}
+    del args.part, args.worker
     report("compression_loss", args, *series, raw={"losses": raw})
 
 
@@ -129,6 +130,7 @@ def step_times(args: argparse.Namespace) -> None:
             for name, each in times.items()
             if name != "none"
         ]
+        del args.part, args.worker
         report("compression_time", args, *series)
 
 

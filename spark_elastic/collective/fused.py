@@ -55,9 +55,9 @@ class Bucket:
             round them.
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
-        error: what rounding for the wire took off the gradients of the steps before, in the order of `flat`; None
-            without error feedback. It is added to the gradients that are sent next. Buckets for the same gradients can
-            share it.
+        error: what rounding for the wire took off this member's gradients of the steps before, in the order of `flat`;
+            None without error feedback. It is added to the gradients that are sent next; for a parameter without one
+            it is kept. Buckets for the same gradients can share it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Bucket:
         compression, dtype = self.compression, self.flat.dtype
         if not (issubclass(compression, CastCompressor) and compression.error_feedback and dtype.is_floating_point):
             return False
-        return dtype.itemsize > compression.dtype.itemsize  # others are not rounded
+        return torch.finfo(dtype).eps < torch.finfo(compression.dtype).eps  # others are not rounded
 
     def forget_error(self) -> None:
         """Begin error feedback anew, after a step that was not applied or when other parameters are loaded."""
@@ -161,16 +161,22 @@ class Bucket:
         if issubclass(self.compression, CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
-            if self.error is None:
-                return self._wire.copy_(self.flat)
-            gradients = self.flat[: len(self.error)].add_(self.error)
-            self._wire.copy_(self.flat)
-            torch.sub(gradients, self._wire[: len(gradients)], out=self.error)
-            self.error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an infinite gradient must not stay for ever
-            return self._wire
+            if self.error is not None:
+                self._feed_back(self.error, self._wire)
+            return self._wire.copy_(self.flat)
         self._wire, self._context = self.compression.compress(self.flat)
         self._wire = self._wire.contiguous()
         return self._wire
+
+    def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> None:
+        """Add the error to the gradients in `flat`, and make it what `wire` will lack of them."""
+        for number, source in enumerate(self._sources):
+            start, end = self._starts[number], self._starts[number + 1]
+            if source is None:  # a parameter that nobody has a gradient for must not move
+                continue
+            gradient, part = self.flat[start:end].add_(error[start:end]), error[start:end]
+            torch.sub(gradient, wire[start:end].copy_(gradient), out=part)
+            part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an infinite gradient must not stay for ever
 
     def unpack(self) -> None:
         """Decompress the received values into `flat`."""

@@ -169,7 +169,7 @@ class CastCompressor(Compressor):
 
     dtype: torch.dtype
     error_feedback = False
-    """Optimizers and gradient tapes add what rounding takes off a gradient to the next step's; see `fused.Bucket`."""
+    """Optimizers add what rounding takes off this member's gradients to those of the next step; see `fused.Bucket`."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
@@ -203,10 +203,11 @@ class BF16Compressor(CastCompressor):
 
 
 class BF16ErrorFeedbackCompressor(BF16Compressor):
-    """Sends gradients as bfloat16; what rounding takes off them is sent with the next step's ("error feedback").
+    """Sends gradients as bfloat16; what that takes off this member's is sent with its next step ("error feedback").
 
-    Optimizers and gradient tapes need 4 bytes more for each number of a gradient. Single tensors are sent as with
-    `BF16Compressor`, because nothing comes after them.
+    It is for optimizers, which keep as many bytes more as the gradients have, and for tapes in a `tf.function`. Single
+    tensors are sent as with `BF16Compressor`, because nothing comes after them. The sum over the members is rounded to
+    bfloat16 in each step, without feedback.
     """
 
     error_feedback = True

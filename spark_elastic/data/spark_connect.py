@@ -81,7 +81,7 @@ def setting_of(context: Any, name: str, default: str | None = None) -> str | Non
         name: The setting's name.
         default: See above.
     """
-    # getConf() would copy all settings from the JVM, one call for each
+    # getConf() would copy all settings from the JVM, with some calls for each
     value = context.conf.get(name, default) if is_connect(context) else context._conf.get(name, default)
     return None if value is None else str(value)
 

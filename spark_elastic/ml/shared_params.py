@@ -241,8 +241,8 @@ class GradientParams(ElasticParams):
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
-        "'fp16' or 'bf16': send gradients in half precision; 'bf16_error_feedback': and send what rounding takes off "
-        "them with the next step's; 'none': as they are.",
+        "'fp16' or 'bf16': send gradients in half precision; 'bf16_error_feedback': as 'bf16', and what rounding takes "
+        "off a worker's gradients is sent with its next step; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )

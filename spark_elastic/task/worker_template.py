@@ -493,8 +493,8 @@ class _Template:
             _send(connection, {"refused": "an imported module has started a thread"})
             return
         pid = self._fork(Ends(*descriptors), request["env"])
-        close_descriptors()  # before the agent hears of the worker: nobody else has its pipes open from then on
         self._workers[connection] = pid
+        close_descriptors()  # before the agent hears of the worker: nobody else has its pipes open from then on
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._reap, connection, pidfd))
         _send(connection, {"pid": pid})

@@ -14,6 +14,7 @@ from pathlib import Path
 _ETC = Path("/etc/netns")
 _ETHERNET_ALL = 3
 _IP = shutil.which("ip") or "/usr/sbin/ip"
+_TC = shutil.which("tc") or "/usr/sbin/tc"
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -115,7 +116,7 @@ class Network:
         bucket = max(16_384, mbit_per_s * 1_000_000 // 8 * 2 // 1000)
         shape = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(bucket), "latency", "50ms"]
         for where, device in (([], outer), ([_IP, "netns", "exec", namespace], inner)):
-            subprocess.run([*where, "tc", "qdisc", "replace", "dev", device, *shape], check=True)
+            subprocess.run([*where, _TC, "qdisc", "replace", "dev", device, *shape], check=True)
 
     def close(self) -> None:
         for address in self.hosts:

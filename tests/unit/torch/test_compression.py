@@ -10,6 +10,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import Bucket
 from spark_elastic.collective.reduction import Average, Compression, Max, Sum, compressed_sum_scaling
+from spark_elastic.errors import UsageError
 from tests.unit.torch.test_collectives import together
 
 
@@ -106,9 +107,34 @@ def test_error_feedback_begins_anew_after_it_was_forgotten():
 
 
 def test_values_that_are_not_rounded_have_no_error():
-    for dtype, is_rounded in ((torch.float64, True), (torch.bfloat16, False), (torch.float16, False)):
-        bucket = Bucket([torch.ones(3, dtype=dtype)], Compression.bf16_error_feedback, flagged=False)
+    for dtype, is_rounded in ((torch.float64, True), (torch.float16, True), (torch.bfloat16, False)):
+        gradient = torch.full((3,), 1 + 2**-10, dtype=dtype)
+        bucket = Bucket([gradient], Compression.bf16_error_feedback, flagged=False)
         assert (bucket.error is not None) == is_rounded
+        if is_rounded:
+            assert summed(bucket, [gradient] * 1024).tolist() == pytest.approx([1025.0] * 3, abs=2**-7)
+
+
+def test_a_parameter_without_a_gradient_does_not_move_and_keeps_its_error():
+    gradients = [UNEVEN, torch.ones(2)]
+    bucket = Bucket(gradients, Compression.bf16_error_feedback, flagged=True)
+    bucket.scale(Average, 1.0, 2)
+    received = torch.zeros(3, dtype=torch.float64)
+    for step in range(100):
+        bucket.send(Alike(2), Average.gloo, [UNEVEN if step % 2 else None, gradients[1]])
+        bucket.unpack()
+        if step % 2:
+            received += bucket.views[0]
+        else:
+            assert bucket.views[0].tolist() == [0, 0, 0]
+        assert bucket.views[1].tolist() == [1, 1]
+    assert ((received - 50 * UNEVEN.double()) / UNEVEN.double()).abs().max() < 2**-7
+
+
+def test_error_feedback_and_sparse_gradients_made_dense_contradict_each_other():
+    optimizer = torch.optim.SGD(torch.nn.Embedding(3, 2, sparse=True).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="rows of an embedding that are not in the batch"):
+        hvd.DistributedOptimizer(optimizer, compression=Compression.bf16_error_feedback, sparse_as_dense=True)
 
 
 def descended(compression: str) -> list[float]:
