@@ -8,7 +8,7 @@ Keras 3 cannot run `fit` under that strategy as it comes (keras-team/keras#20585
 distributed values, and to put the replicas' logs together. Both are stepped around here (`_make_keras3_run`), which
 makes its steps no slower. If `tf_keras` is installed, the Keras 2 that the strategy was made for runs as well.
 
-    python benchmarks/keras_step_time.py [--repeat 12] [--steps 60]
+    python benchmarks/keras_step_time.py [--repeat 12] [--steps 60] [--steps-per-execution 1]
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def layers(keras: Any) -> list[Any]:
     return [keras.layers.Input((784,)), dense(512, activation="relu"), dense(512, activation="relu"), dense(10)]
 
 
-def compiled(keras: Any, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
+def compiled(keras: Any, together: int, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
     keras.utils.set_random_seed(1)
     model = keras.Sequential(layers(keras))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(wrap(keras.optimizers.SGD(0.01, momentum=0.9)), loss, metrics=["accuracy"])
+    optimizer = wrap(keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=together)
     return model
 
 
@@ -61,7 +62,7 @@ def _make_keras3_run(model: Any, strategy: Any) -> None:
     )
 
 
-def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> None:
+def worker(rank: int, ports: list[int], repeat: int, steps: int, together: int, out: Path) -> None:
     cluster = {"worker": [f"{ADDRESS}:{port}" for port in ports[1:]]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
     import keras
@@ -91,9 +92,9 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
         return data.prefetch(2).with_options(options)
 
     each, whole = batches(BATCH), batches(2 * BATCH)  # the strategy divides the batch among its processes
-    plain, ours = compiled(keras), compiled(keras, hvd.DistributedOptimizer)
+    plain, ours = compiled(keras, together), compiled(keras, together, hvd.DistributedOptimizer)
     with strategy.scope():
-        theirs = compiled(keras)
+        theirs = compiled(keras, together)
     _make_keras3_run(theirs, strategy)
     runs = {
         "model.fit, no reduction": lambda: plain.fit(each, verbose=0),
@@ -106,7 +107,7 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
         pass
     else:
         with strategy.scope():
-            older = compiled(tf_keras)
+            older = compiled(tf_keras, together)
         runs["MultiWorkerMirroredStrategy, Keras 2"] = lambda: older.fit(whole, verbose=0)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -127,17 +128,20 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
 def main() -> None:
     arguments = parser(__doc__, repeat=12)
     arguments.add_argument("--steps", type=int, default=60, help="of a block (%(default)s)")
+    arguments.add_argument("--steps-per-execution", type=int, default=1, help="as for compile (%(default)s)")
     arguments.add_argument("--worker", help="one of the two processes (for this script itself)")
     args = arguments.parse_args()
     if args.worker:
         rank, out, *ports = args.worker.split(",")
-        worker(int(rank), [int(port) for port in ports], args.repeat, args.steps, Path(out))
+        together = args.steps_per_execution
+        worker(int(rank), [int(port) for port in ports], args.repeat, args.steps, together, Path(out))
         return
     repeat = 3 if args.quick else args.repeat
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         ports = ",".join(str(port) for port in _free_ports(3))
-        command = [sys.executable, __file__, "--repeat", str(repeat), "--steps", str(args.steps), "--worker"]
+        command = [sys.executable, __file__, "--repeat", str(repeat), "--steps", str(args.steps)]
+        command += ["--steps-per-execution", str(args.steps_per_execution), "--worker"]
         processes = [
             subprocess.Popen([*command, f"{rank},{out},{ports}"], env={**os.environ, **THREADS}) for rank in range(2)
         ]
@@ -156,7 +160,8 @@ def main() -> None:
             series.append(Series(f"spark_elastic / {name}", ratios, "", target_p50=1.0))
     alone = [a / b for a, b in zip(times["spark_elastic"], times["model.fit, no reduction"], strict=True)]
     series.append(Series("spark_elastic / no reduction", alone, ""))
-    report("keras_step_time", args, *series, raw=times)
+    together = args.steps_per_execution
+    report("keras_step_time" if together == 1 else f"keras_step_time_{together}_at_once", args, *series, raw=times)
 
 
 def _free_ports(count: int) -> list[int]:
