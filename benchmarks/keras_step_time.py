@@ -89,6 +89,8 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, together: int, 
     def batches(rows: int) -> Any:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        # its thread sleeps 10, 20, 40 ms and so on, and each `fit` would end with the end of such a sleep
+        options.autotune.enabled = False
         data = tf.data.Dataset.from_tensor_slices((x[: rows * steps], y[: rows * steps])).batch(rows).cache()
         return data.prefetch(2).with_options(options)
 

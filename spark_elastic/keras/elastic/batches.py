@@ -66,6 +66,19 @@ def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> 
     return DealtRows(order[np.repeat(firsts, counts) + size * within], edges)
 
 
+def without_autotuning(dataset: Any) -> Any:
+    """Return a dataset of tf.data that does not tune itself.
+
+    Autotuning has a thread that sleeps 10 ms, then 20 ms, and so on up to a minute. An iterator that is given up waits
+    for the end of that sleep: about as long as it has existed. The thread may also read ahead in a world that is over.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 class TensorFlowBatches:
     """Rows of some arrays as batches of tensors. Keras iterates over it as over a `tf.data.Dataset`.
 
@@ -133,7 +146,7 @@ class TensorFlowBatches:
             return self._gathered(plan[3 + count :][start:stop])
 
         numbers = tf.data.Dataset.range(np.iinfo(np.int64).max)
-        return numbers.map(tf.autograph.experimental.do_not_convert(batch_at)).prefetch(2)
+        return without_autotuning(numbers.map(tf.autograph.experimental.do_not_convert(batch_at)).prefetch(2))
 
     def _dataset_with_end(self) -> Any:
         import tensorflow as tf
@@ -147,7 +160,8 @@ class TensorFlowBatches:
 
         plain = tf.autograph.experimental.do_not_convert
         # the variable is read when an epoch begins, not when this is made
-        return tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches)).map(plain(batch_at)).prefetch(2)
+        batches = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches)).map(plain(batch_at))
+        return without_autotuning(batches.prefetch(2))
 
     def _gathered(self, rows: Any) -> Any:
         import tensorflow as tf

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.keras.elastic.batches import without_autotuning
 from spark_elastic.ml.keras.compiling import CompileArguments, check_kept, inputs_of, losses_by_output, output_names
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Columns, numbered, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
@@ -189,10 +190,7 @@ class BatchFeeder:
             return self._source
 
         # Arrays that are aligned to 64 bytes become tensors without a copy.
-        dataset = tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs))
-        options = tf.data.Options()
-        options.autotune.enabled = False  # it would read ahead in a thread that outlives the world
-        return dataset.with_options(options)
+        return without_autotuning(tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs)))
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
         """Return a batch as tuples of arrays, divided into at most `parts` parts of about equal size.

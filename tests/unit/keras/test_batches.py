@@ -60,3 +60,9 @@ def test_an_iterator_with_an_end_has_the_same_batches_and_ends():
     assert next(iter(batches)).numpy().tolist() == [5]
     batches.set_rows(shares_of(), with_end=True)
     assert list(batches) == []
+
+
+def test_the_end_of_an_iterator_waits_for_no_tuning():
+    batches = TensorFlowBatches(np.arange(10))
+    for dataset in (batches._endless_dataset(), batches._dataset_with_end()):
+        assert dataset.options().autotune.enabled is False
