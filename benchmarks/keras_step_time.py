@@ -9,7 +9,7 @@ distributed values, and to put the replicas' logs together. Both are stepped aro
 makes its steps no slower. With `--steps-per-execution` above 1 it is left out: its graph has no value for a placeholder
 there. If `tf_keras` is installed, the Keras 2 that the strategy was made for runs as well.
 
-    python benchmarks/keras_step_time.py [--repeat 12] [--steps 60] [--steps-per-execution 1]
+    python benchmarks/keras_step_time.py [--repeat 12] [--steps 200] [--steps-per-execution 1]
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, together: int, 
 
 def main() -> None:
     arguments = parser(__doc__, repeat=12)
-    arguments.add_argument("--steps", type=int, default=60, help="of a block (%(default)s)")
+    arguments.add_argument("--steps", type=int, default=200, help="of a block (%(default)s)")
     arguments.add_argument("--steps-per-execution", type=int, default=1, help="as for compile (%(default)s)")
     arguments.add_argument("--worker", help="one of the two processes (for this script itself)")
     args = arguments.parse_args()

@@ -30,7 +30,7 @@ _GROUP_BYTES = 4 << 20
 """The limit of a group in bytes, so that the rows are still in the processor's cache when they are used."""
 _PLANNED_ROWS = 1 << 16
 """Rows whose numbers are computed at a time: gathering evicts the tables of the computation from the cache."""
-_AHEAD_BYTES = 4 << 20
+_AHEAD_BYTES = 8 << 20
 """Bytes gathered ahead, besides one group: more buffers only evict each other from the processor's cache."""
 
 
@@ -296,7 +296,9 @@ class BatchReader:
         if not self._prefetch:
             return groups()
         group_batches, group_rows = self._group_size(batch_size, self.size, self._world[2])
-        depth = min(-(-self._prefetch // group_batches), _AHEAD_BYTES // (group_rows * self._dtype.itemsize))
+        # two at least: with one, the thread waits for the consumer before it begins the next group
+        wanted = max(2, -(-self._prefetch // group_batches))
+        depth = min(wanted, _AHEAD_BYTES // (group_rows * self._dtype.itemsize))
         started = Prefetcher(groups, max(1, depth), "spark-elastic-reader", ahead.stop)
         self._running.add(started)
         return started
