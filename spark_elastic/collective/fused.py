@@ -161,22 +161,27 @@ class Bucket:
         if issubclass(self.compression, CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
-            if self.error is not None:
-                self._feed_back(self.error, self._wire)
-            return self._wire.copy_(self.flat)
+            if self.error is None:
+                return self._wire.copy_(self.flat)
+            return self._feed_back(self.error, self._wire)
         self._wire, self._context = self.compression.compress(self.flat)
         self._wire = self._wire.contiguous()
         return self._wire
 
-    def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> None:
-        """Add the error to the gradients in `flat`, and make it what `wire` will lack of them."""
-        for number, source in enumerate(self._sources):
-            start, end = self._starts[number], self._starts[number + 1]
-            if source is None:  # a parameter that nobody has a gradient for must not move
-                continue
-            gradient, part = self.flat[start:end].add_(error[start:end]), error[start:end]
-            torch.sub(gradient, wire[start:end].copy_(gradient), out=part)
-            part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an infinite gradient must not stay for ever
+    def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
+        """Add the error to the gradients in `flat`, round `flat` into `wire`, and keep what rounding takes off.
+
+        A parameter without a gradient keeps its error for a later step: sending it would move the parameter.
+        """
+        given = zip(self._sources, pairwise(self._starts), strict=True)
+        parts = [slice(*bounds) for source, bounds in given if source is not None]
+        for part in parts:
+            self.flat[part].add_(error[part])
+        wire.copy_(self.flat)
+        for part in parts:
+            torch.sub(self.flat[part], wire[part], out=error[part])
+            error[part].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # or an infinite gradient would stay in it
+        return wire
 
     def unpack(self) -> None:
         """Decompress the received values into `flat`."""

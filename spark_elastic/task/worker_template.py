@@ -461,7 +461,7 @@ class _Template:
                     self._forget(connection)
                 elif connection not in self._workers:
                     self._answer(connection, json.loads(data), descriptors, received.close)
-            except Exception:  # a request that is none, a module that raises: the workers must not suffer from it
+            except Exception:  # an invalid request or a failed import must not end the other workers
                 self._forget(connection)
 
     def _forget(self, connection: socket.socket) -> None:
@@ -494,7 +494,7 @@ class _Template:
             return
         pid = self._fork(Ends(*descriptors), request["env"])
         self._workers[connection] = pid
-        close_descriptors()  # before the agent hears of the worker: nobody else has its pipes open from then on
+        close_descriptors()  # first, so that only the agent and the worker hold the pipes once the agent knows of it
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._reap, connection, pidfd))
         _send(connection, {"pid": pid})
