@@ -36,6 +36,8 @@ from spark_elastic.errors import HorovodInternalError
 BUCKET_BYTES = 25 << 20
 """The size at which a bucket is full. Buckets are filled in the usual order of backward: last layer first."""
 FIRST_BUCKET_BYTES = 1 << 20
+_BLOCK = 1 << 16
+"""Elements that are rounded at a time: they stay in the processor's cache until their error is known."""
 
 
 class Bucket:
@@ -56,8 +58,8 @@ class Bucket:
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
         error: what rounding for the wire took off this member's gradients of the steps before, in the order of `flat`;
-            None without error feedback. It is added to the gradients that are sent next; for a parameter without one
-            it is kept. Buckets for the same gradients can share it.
+            None without error feedback. It is added to the gradients that are sent next, see `_feed_back`; for a
+            parameter without one it is kept. Buckets for the same gradients can share it.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Bucket:
         return torch.finfo(dtype).eps < torch.finfo(compression.dtype).eps  # others are not rounded
 
     def forget_error(self) -> None:
-        """Begin error feedback anew, after a step that was not applied or when other parameters are loaded."""
+        """Begin error feedback anew: after a step that failed, in another world, or with other parameters."""
         if self.error is not None:
             self.error.zero_()
 
@@ -171,17 +173,38 @@ class Bucket:
     def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
         """Add the error to the gradients in `flat`, round `flat` into `wire`, and keep what rounding takes off.
 
-        A parameter without a gradient keeps its error for a later step: sending it would move the parameter.
+        A parameter without a gradient keeps its error for a later step: sending it would move the parameter. What is
+        added to a number is at most twice what rounding can take off that number, and the rest is dropped. So a
+        gradient of 0 is sent as 0, and a huge one that was never applied, or applied clipped, leaves no trace.
         """
-        given = zip(self._sources, pairwise(self._starts), strict=True)
-        parts = [slice(*bounds) for source, bounds in given if source is not None]
-        for part in parts:
-            self.flat[part].add_(error[part])
-        wire.copy_(self.flat)
-        for part in parts:
-            torch.sub(self.flat[part], wire[part], out=error[part])
-            error[part].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # or an infinite gradient would stay in it
+        end = error.numel()
+        wire[end:].copy_(self.flat[end:])
+        if any(source is None for source in self._sources):
+            wire[:end].zero_()
+        most = self.flat.new_empty(min(_BLOCK, end))
+        least = torch.empty_like(most)
+        precision = torch.finfo(wire.dtype).eps  # twice the largest relative error of rounding
+        for start, stop in self._given_ranges():
+            for first in range(start, stop, _BLOCK):
+                part = slice(first, min(first + _BLOCK, stop))
+                values, left = self.flat[part], error[part]
+                limit = torch.abs(values, out=most[: len(values)]).mul_(precision)
+                left.clamp_(torch.neg(limit, out=least[: len(values)]), limit)
+                sent = wire[part].copy_(values.add_(left))
+                torch.sub(values, sent, out=left)
+                if not torch.isfinite(left.sum()):  # an infinite gradient would stay in it
+                    left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return wire
+
+    def _given_ranges(self) -> list[list[int]]:
+        """Return the ranges [start, stop] of `flat` with gradients; those of neighbours are one range."""
+        ranges: list[list[int]] = []
+        for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
+            if source is not None and ranges and ranges[-1][1] == start:
+                ranges[-1][1] = stop
+            elif source is not None:
+                ranges.append([start, stop])
+        return ranges
 
     def unpack(self) -> None:
         """Decompress the received values into `flat`."""
@@ -349,6 +372,9 @@ class FusedReduction:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:
             self._agree(group)
+            for error in self._errors:
+                if error is not None:
+                    error.zero_()
         buckets = self._free_buckets(tensors)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
@@ -383,7 +409,8 @@ class FusedReduction:
     def _plan(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None) -> None:
         """Divide the tensors into buckets, unless they have the same shapes as in the step before."""
         kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        width = 0 if scalars is None else scalars.numel()
+        # compressed buckets carry no numbers, which are then reduced on their own
+        width = scalars.numel() if scalars is not None and self._compression is NoneCompressor else 0
         if kinds == self._kinds and width == self._piggyback_width:
             return
         places = {id(tensor): index for index, tensor in enumerate(tensors)}

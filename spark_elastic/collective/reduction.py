@@ -205,9 +205,9 @@ class BF16Compressor(CastCompressor):
 class BF16ErrorFeedbackCompressor(BF16Compressor):
     """Sends gradients as bfloat16; what that takes off this member's is sent with its next step ("error feedback").
 
-    It is for optimizers, which keep as many bytes more as the gradients have, and for tapes in a `tf.function`. Single
-    tensors are sent as with `BF16Compressor`, because nothing comes after them. The sum over the members is rounded to
-    bfloat16 in each step, without feedback.
+    What is added to a number is at most 1/128 of it. It is for optimizers, which keep as many bytes more as the
+    gradients have, and for tapes in a `tf.function`. Single tensors are sent as with `BF16Compressor`, because nothing
+    comes after them. The sum over the members is rounded to bfloat16 in each step, without feedback.
     """
 
     error_feedback = True

@@ -224,7 +224,7 @@ def DistributedGradientTape(
         device_dense: has no effect; for compatibility with Horovod.
         device_sparse: has no effect.
         compression: the compressor of the sent gradients. With error feedback the tape must be made within a
-            `tf.function`, and be used for one set of variables.
+            `tf.function`, and be used for one set of variables; each trace of the function feeds back by itself.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
         op: Average or Sum.
         gradient_predivide_factor: divisor of gradients before the sum; sums are divided by size / factor.
@@ -239,8 +239,9 @@ def DistributedGradientTape(
     """
     if issubclass(compression, CastCompressor) and compression.error_feedback and tf.executing_eagerly():
         raise UsageError(
-            f"{compression.__name__} with a tape outside of a tf.function, where every step makes a new tape and "
-            "nothing is fed back; put the step into a tf.function, use DistributedOptimizer, or Compression.bf16"
+            f"{compression.__name__} with a tape in eager execution, where every step makes a new tape and nothing is "
+            "fed back; put the step into a tf.function (which run_functions_eagerly and run_eagerly=True undo), use "
+            "DistributedOptimizer, or Compression.bf16"
         )
     reducer = GradientReducer(
         op=op,

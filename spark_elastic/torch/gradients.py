@@ -17,7 +17,7 @@ from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceOp, Sum
+from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
@@ -192,7 +192,7 @@ class BackwardReducer:
     def _purpose(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
         """Return what the buckets for this division of the parameters depend on."""
         layouts = [[(id(p), p.dtype, p.device, p.shape, p.stride()) for p in part] for part in parts]
-        return self._scalars_width, layouts
+        return self._scalars_width if self.compression is NoneCompressor else 0, layouts
 
     def _new_buckets(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[Bucket]:
         return [self._new_bucket(part, is_last=number == len(parts) - 1) for number, part in enumerate(parts)]
@@ -321,6 +321,8 @@ class BackwardReducer:
         self._unseen = [slot for slot, kind in zip(self._slots, kinds, strict=True) if kind == 0]
         self._agreed_on = group
         self._plan(group)
+        for bucket in self._buckets:
+            bucket.forget_error()  # that of another world is divided by another size
 
     def _see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""

@@ -13,7 +13,6 @@ import torch
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import (
     Average,
-    CastCompressor,
     Compression,
     Compressor,
     ReduceOp,
@@ -181,11 +180,6 @@ def DistributedOptimizer(
         UsageError: the arguments contradict each other.
     """
     check_gradient_op(op, gradient_predivide_factor)
-    if sparse_as_dense and issubclass(compression, CastCompressor) and compression.error_feedback:
-        raise UsageError(
-            f"{compression.__name__} with sparse_as_dense=True would update rows of an embedding that are not in the "
-            "batch, with what rounding has left of them; use Compression.bf16, or gather sparse gradients"
-        )
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

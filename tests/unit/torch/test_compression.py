@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.fused import Bucket
+from spark_elastic.collective.fused import Bucket, FusedReduction
 from spark_elastic.collective.reduction import Average, Compression, Max, Sum, compressed_sum_scaling
-from spark_elastic.errors import UsageError
+from spark_elastic.elastic.loop import frontend
 from tests.unit.torch.test_collectives import together
 
 
@@ -131,10 +131,73 @@ def test_a_parameter_without_a_gradient_does_not_move_and_keeps_its_error():
     assert ((received - 50 * UNEVEN.double()) / UNEVEN.double()).abs().max() < 2**-7
 
 
-def test_error_feedback_and_sparse_gradients_made_dense_contradict_each_other():
-    optimizer = torch.optim.SGD(torch.nn.Embedding(3, 2, sparse=True).parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="rows of an embedding that are not in the batch"):
-        hvd.DistributedOptimizer(optimizer, compression=Compression.bf16_error_feedback, sparse_as_dense=True)
+def arrived(*gradients) -> list[list[float]]:
+    """Return what arrives of a parameter's gradients in steps with error feedback."""
+    bucket = Bucket([torch.tensor(gradients[0])], Compression.bf16_error_feedback, flagged=False)
+    bucket.scale(Average, 1.0, 2)
+    out = []
+    for gradient in gradients:
+        bucket.send(Alike(2), Average.gloo, [torch.tensor(gradient)])
+        bucket.unpack()
+        out.append((bucket.flat * bucket.after).tolist())
+    return out
+
+
+@pytest.mark.parametrize("huge", [1e6 + 300, 1e20 * 1.001, 3e38])
+def test_a_huge_gradient_that_was_skipped_or_clipped_leaves_no_trace_in_later_steps(huge):
+    _, *later = arrived([huge, -huge], *[[1.0, 1.0]] * 3)
+    assert [each for step in later for each in step] == pytest.approx([1.0] * 6, abs=2**-7)
+
+
+def test_a_gradient_of_zero_is_sent_as_zero():
+    assert arrived([1 + 2**-10, 1.0], [0.0, 1.0], [0.0, 1.0])[1:] == [[0, 1], [0, 1]]
+
+
+def embedded() -> list[float]:
+    hvd.init()
+    table = torch.nn.Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=Compression.bf16_error_feedback, sparse_as_dense=True)
+    for row in (0, 1, 1):
+        optimizer.zero_grad()
+        (table(torch.tensor([row])) * (1 + 2**-10)).sum().backward()
+        optimizer.step()
+    return table.weight.detach().view(-1).tolist()
+
+
+def test_rows_of_an_embedding_that_are_not_in_the_batch_stay_where_they_are():
+    assert together(embedded, 2) == [[-1, -2, 0]] * 2
+
+
+def over_two_worlds(scalars: tuple[int, ...]) -> list[list[float]]:
+    """Return what arrives of equal gradients in two steps of one world, then in two of the next."""
+    hvd.init()
+    value = torch.tensor([1 + 3 * 2**-10])  # rounded to 1, and with its error to 1 + 2**-7
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=Compression.bf16_error_feedback)
+    fused = FusedReduction(compression=Compression.bf16_error_feedback)
+    of_optimizer, of_fused = [], []
+    for world in range(2):
+        for step in range(2):
+            optimizer.zero_grad()
+            if scalars:
+                optimizer.attach_scalars(torch.ones(scalars[step], dtype=torch.float64))
+            (param * value).sum().backward()
+            optimizer.step()
+            of_optimizer.append(param.grad.item())
+            numbers = torch.ones(scalars[step], dtype=torch.float64) if scalars else None
+            of_fused.append(fused([value], numbers)[0].item())
+        if world == 0:
+            frontend.rejoin(0)
+    return [of_optimizer, of_fused]
+
+
+@pytest.mark.parametrize("scalars", [(), (1, 2)], ids=["gradients alone", "numbers in another number each step"])
+def test_error_feedback_begins_anew_in_another_world_and_only_there(scalars):
+    steps = [1, 1 + 2**-7] * 2
+    assert together(over_two_worlds, 2, args=(scalars,)) == [[steps, steps]] * 2
 
 
 def descended(compression: str) -> list[float]:
