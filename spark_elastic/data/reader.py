@@ -31,7 +31,8 @@ _GROUP_BYTES = 4 << 20
 _PLANNED_ROWS = 1 << 16
 """Rows whose numbers are computed at a time: gathering evicts the tables of the computation from the cache."""
 _AHEAD_BYTES = 8 << 20
-"""Bytes gathered ahead, besides one group: more buffers only evict each other from the processor's cache."""
+"""The most bytes in groups gathered ahead, unless one batch has more: more buffers only evict each other from the
+processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +202,8 @@ class BatchReader:
         self._windows = lanes or window_settings_of(dataset, split, cache_bytes=cache_bytes)
         self._prefetch = prefetch
         self._dtype = manifest.layout.dtype
-        self._buffers = Buffers(keep=prefetch + 3)
+        self._row_bytes = self._dtype.itemsize + _bytes_beside_record(manifest, split, self.fields)
+        self._buffers = Buffers(keep=max(prefetch, 2) + 3)  # those ahead, one being filled, the consumer's two
         self._running: set[Prefetcher[Iterator[Batch]]] = set()
         self._closed = False
         self.set_world(rank, size)
@@ -296,9 +298,10 @@ class BatchReader:
         if not self._prefetch:
             return groups()
         group_batches, group_rows = self._group_size(batch_size, self.size, self._world[2])
-        # two at least: with one, the thread waits for the consumer before it begins the next group
-        wanted = max(2, -(-self._prefetch // group_batches))
-        depth = min(wanted, _AHEAD_BYTES // (group_rows * self._dtype.itemsize))
+        wanted = -(-self._prefetch // group_batches)
+        if group_batches > 1:  # with one group, the thread waits for the consumer before it begins the next one
+            wanted = max(2, wanted)
+        depth = min(wanted, _AHEAD_BYTES // (group_rows * self._row_bytes))
         started = Prefetcher(groups, max(1, depth), "spark-elastic-reader", ahead.stop)
         self._running.add(started)
         return started
@@ -306,7 +309,7 @@ class BatchReader:
     def _group_size(self, batch_size: int, size: int, ranks: int) -> tuple[int, int]:
         """Return the global batches of a group, and the rows of so many ranks in them."""
         mine = max(1, -(-batch_size * ranks // size))
-        batches = max(1, min(_GROUP_ROWS, _GROUP_BYTES // self._dtype.itemsize) // mine)
+        batches = max(1, min(_GROUP_ROWS, _GROUP_BYTES // self._row_bytes) // mine)
         return batches, batches * mine
 
     def _groups(
@@ -378,6 +381,19 @@ class BatchReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _bytes_beside_record(manifest: Manifest, split: str, fields: Sequence[TensorField]) -> int:
+    """Return the bytes that a row of a batch has besides its record: values of variable length, sparse ones densely.
+
+    Values are counted with their mean over the split: of all fields of variable length together, also of those that
+    are not read, because the manifest does not tell them apart.
+    """
+    sparse = [field for field in fields if field.kind is Kind.SPARSE]
+    dense = sum(np.dtype((field.dtype, field.shape)).itemsize for field in sparse)
+    if all(field.kind in (Kind.DENSE, Kind.SPARSE) for field in fields):
+        return dense
+    return dense + sum(shard.sidecar_nbytes for shard in manifest.splits[split]) // max(1, manifest.rows(split))
 
 
 def _checked_batch_size(batch_size: int) -> int:
