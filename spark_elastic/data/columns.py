@@ -83,14 +83,17 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
         )
 
 
-def check_travels(schema: Any) -> None:
-    """Raise DataError if Spark cannot send a column to Python, however little is done with it there."""
-    for field in schema.fields:
-        if reason := _stays_in_java(field.dataType):
+def check_travels(types: Mapping[str, Any]) -> None:
+    """Raise DataError if Spark cannot send a column to Python, however little is done with it there.
+
+    `types` are Spark's types of the columns, by name.
+    """
+    for name, kind in types.items():
+        if reason := _stays_in_java(kind):
             raise DataError(
-                f"column {field.name!r} is of type {field.dataType.simpleString()}, and Spark cannot send {reason} to "
-                f"Python; leave it out: df.drop({field.name!r}), or cast it to a string or a number",
-                column=field.name,
+                f"column {name!r} is of type {kind.simpleString()}, and Spark cannot send {reason} to Python; leave it "
+                f"out: df.drop({name!r}), or cast it to a string or a number",
+                column=name,
             )
 
 

@@ -103,6 +103,18 @@ def functions_for(df: Any) -> Any:
     return importlib.import_module("pyspark.sql.connect.functions" if is_connect(df) else "pyspark.sql.functions")
 
 
+def has_arrow_udfs(df: Any) -> bool:
+    """Return whether Arrow UDFs can be applied to this DataFrame: since Spark 4.1, on the client and on the server.
+
+    pyspark decides by the process, not by the DataFrame, whether it makes a UDF of Spark Connect.
+    """
+    import pyspark
+    from pyspark.sql.utils import is_remote
+
+    versions = [re.findall(r"\d+", version)[:2] for version in (pyspark.__version__, df.sparkSession.version)]
+    return all([int(part) for part in each] >= [4, 1] for each in versions) and is_connect(df) == is_remote()
+
+
 def runs_locally(session: Any) -> bool:
     """Return True if the server runs tasks inside its own JVM, and this process is on the same machine."""
     master = setting_of(session, "spark.master", "") or ""

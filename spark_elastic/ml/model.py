@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,10 +12,12 @@ from typing import Any
 
 import cloudpickle
 from pyspark.ml import Model
+from pyspark.sql.types import NumericType
 
+from spark_elastic.data import travel
 from spark_elastic.data.columns import check_travels, find_column
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
-from spark_elastic.data.spark_connect import context_of, is_connect, send
+from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
 from spark_elastic.data.spark_python import choose_python
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
@@ -104,6 +106,63 @@ def _output(document: Any) -> OutputShape:
 def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
     allowed = document.get("allow_nan", False)
     return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
+
+
+_COLUMN, _ADDED = "_spark_elastic_column_", "_spark_elastic_added_"
+"""The names of columns within the query of `transform`, with their numbers: Spark finds them from outside, too."""
+
+
+def _with_udf(plain: Any, schema: Any, serving: Serving) -> Any:
+    """Return a DataFrame with the columns that an Arrow UDF adds to those of `plain`, which Spark keeps to itself.
+
+    The UDF returns a list for each row, which `inline` unpacks: Spark moves filters on what is added no further down
+    than to there, where they would call the model once more.
+
+    Args:
+        plain: The DataFrame, its columns named by `_COLUMN` and their numbers.
+        schema: That of the result.
+        serving: What the UDF does.
+    """
+    import pyarrow as pa
+    from pyspark.sql.types import ArrayType, StructField, StructType
+
+    functions = functions_for(plain)
+
+    def predictions(batches: Iterator[Any]) -> Iterator[Any]:
+        return serving.as_lists(batches)
+
+    # these say to Spark what kind of UDF it is
+    given: Any = pa.Array if len(serving.groups) == 1 else tuple[pa.Array, ...]
+    predictions.__annotations__ = {"batches": Iterator[given], "return": Iterator[pa.Array]}
+    fields = [StructField(str(n), spark_type(each), serving.keeps) for n, each in enumerate(serving.added)]
+    made = functions.arrow_udf(predictions, ArrayType(StructType(fields), containsNull=False))
+    numbers = {name: index for index, name in enumerate(serving.names)}
+    columns = {name: functions.col(f"{_COLUMN}{numbers[name]}") for group in serving.groups for name in group}
+    features = travel.expressions(serving.groups, columns.__getitem__, functions.array)
+    added = [f"{_ADDED}{number}" for number in range(len(serving.added))]
+    first = serving.groups[0][0]
+    rows = plain.where(_always(functions, columns[first], plain.schema[f"{_COLUMN}{numbers[first]}"].dataType))
+    return rows.select("*", functions.inline(made(*features)).alias(*added)).toDF(*schema.names)
+
+
+def _always(functions: Any, column: Any, kind: Any) -> Any:
+    """Return a condition that every row meets, which Spark does not know: the hash of something is at most 2**31 - 1.
+
+    Without an operator of rows between a file and an Arrow UDF, Spark 4.2 and 4.3 give the UDF batches of columns as
+    they are read from the file, and fail if there are vectors among the columns or the results.
+
+    Args:
+        functions: pyspark's module of functions.
+        column: A column, of which something is hashed that takes no time.
+        kind: Its type.
+    """
+    if kind.typeName() in ("binary", "string", "char", "varchar"):
+        column = functions.length(column)
+    elif kind.typeName() == "array":
+        column = functions.size(column)
+    elif not isinstance(kind, NumericType):
+        column = functions.isnull(column)
+    return functions.hash(column) <= functions.lit(2**31 - 1)
 
 
 class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
@@ -212,7 +271,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _transform(self, dataset: Any) -> Any:
         schema = self.transformSchema(dataset.schema)
-        check_travels(dataset.schema)
+        inputs = self._inputs(dataset.schema)
+        features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
         fitted = self._facts_of_fit()
         context = context_of(dataset.sparkSession)
         if not is_connect(dataset):
@@ -221,20 +281,24 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         serving = Serving(
             key=key,
             model=broadcast,
-            inputs=tensors_for(dataset.schema, self._inputs(dataset.schema), fitted.pad_to, fitted.allow_nan),
+            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan),
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size") or self._batch_size(),
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
+            groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self._handle_invalid(),
         )
+        # columns are looked up by name, which fails for names with dots and for equal names: so they are renamed
+        plain = dataset.toDF(*(f"{_COLUMN}{index}" for index in range(len(dataset.columns))))
+        if has_arrow_udfs(dataset):
+            check_travels(features)
+            return _with_udf(plain, schema, serving)
+        check_travels({field.name: field.dataType for field in dataset.schema.fields})
 
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
             return serving(batches)
 
-        # pyspark looks the columns up by name, which fails for names with dots and for equal names. So they are renamed
-        # on the way to the executors; the result's columns are matched by position.
-        plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
 
     # --- settings and model together --------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
@@ -305,7 +306,7 @@ def _vectors(values: Array) -> pa.Array:
     return pa.StructArray.from_arrays(parts, fields=fields)
 
 
-# --- the function that `mapInArrow` runs ----------------------------------------------------------
+# --- the functions that Spark runs ------------------------------------------------------------------
 
 
 class Predictor(Protocol):
@@ -322,12 +323,16 @@ class SavedPredictor(Protocol):
 
 @dataclass(frozen=True)
 class Serving:
-    """The function that `mapInArrow` runs in one `transform`.
+    """The functions that Spark runs in one `transform`, either of two.
+
+    `as_lists` is an Arrow UDF: only the features go to Python, and only what is added comes back. Calling the object
+    is the function of `mapInArrow`, for versions of Spark without such UDFs: all columns go both ways.
 
     Attributes:
         key: Key of the model in the cache of a Python worker.
         model: Spark broadcast of the pickled `SavedPredictor`, or what takes its place on Spark Connect.
-        names: Real names of the columns in their order, if the batches have others.
+        names: Real names of the columns in their order, if the batches of `mapInArrow` have others.
+        groups: The features in the order in which the UDF receives them; several may travel as one column.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
             model's output is NaN.
     """
@@ -339,6 +344,7 @@ class Serving:
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     names: tuple[str, ...] = ()
+    groups: travel.Groups = ()
     handle_invalid: str = "error"
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -348,28 +354,70 @@ class Serving:
         read = FeatureReader(self.inputs)
         for plain in batches:
             batch = pa.RecordBatch.from_arrays(plain.columns, self.names or plain.schema.names)
-            valid = np.arange(batch.num_rows)
-            if self.handle_invalid != "error" and batch.num_rows:
-                valid = np.flatnonzero(~read.missing(batch))
-            given = batch if len(valid) == batch.num_rows else batch.take(pa.array(valid))
-            if len(valid):
-                parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
-                if undecided.any():
-                    self._check_undecided(undecided)
-                    valid = valid[~undecided]
-            else:
-                parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
-            arrays = [_joined(column, each) for column, each in zip(self.added, parts, strict=True)]
-            if len(valid) < batch.num_rows and self.handle_invalid == "keep":
-                positions = np.full(batch.num_rows, -1)
-                positions[valid] = np.arange(len(valid))
-                taken = pa.array(positions, mask=positions < 0)
-                arrays = [each.take(taken) for each in arrays]
-            elif len(valid) < batch.num_rows:
-                plain = plain.take(pa.array(valid))
-            nullable = self.handle_invalid == "keep"
-            fields = [pa.field(c.name, a.type, nullable=nullable) for c, a in zip(self.added, arrays, strict=True)]
+            arrays, kept = self._added_to(batch, read)
+            if not kept.all():
+                plain = plain.filter(pa.array(kept))
+            fields = [pa.field(c.name, a.type, nullable=self.keeps) for c, a in zip(self.added, arrays, strict=True)]
             yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
+
+    def as_lists(self, batches: Iterable[Any]) -> Iterator[pa.Array]:
+        """Return the added columns of one partition: for each row a list with one struct of them.
+
+        The list of a row that `handle_invalid` leaves out is empty.
+
+        Args:
+            batches: Of each batch the columns in the order of `groups`: a tuple of arrays, or the array if it is one.
+        """
+        import pyarrow as pa
+
+        read = FeatureReader(self.inputs)
+        for given in batches:
+            columns = list(given) if isinstance(given, tuple) else [given]
+            names = [str(number) for number in range(len(columns))]
+            batch = travel.arrived(pa.RecordBatch.from_arrays(columns, names), self.groups)
+            arrays, kept = self._added_to(batch, read)
+            fields = [pa.field(str(n), each.type, nullable=self.keeps) for n, each in enumerate(arrays)]
+            structs = pa.StructArray.from_arrays(arrays, fields=fields)
+            offsets = pa.array(np.concatenate([[0], np.cumsum(kept)]), pa.int32())
+            element = pa.field("element", structs.type, nullable=False)
+            yield pa.ListArray.from_arrays(offsets, structs, type=pa.list_(element))
+
+    @property
+    def keeps(self) -> bool:
+        """True if rows without a prediction stay, with nulls in the added columns."""
+        return self.handle_invalid == "keep"
+
+    def _added_to(self, batch: pa.RecordBatch, read: FeatureReader) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Compute the added columns of a batch.
+
+        Returns:
+            The columns of the rows that stay, and which rows these are.
+        """
+        import pyarrow as pa
+
+        rows = batch.num_rows
+        valid = np.arange(rows)
+        if self.handle_invalid != "error" and rows:
+            valid = np.flatnonzero(~read.missing(batch))
+        given = batch if len(valid) == rows else batch.take(pa.array(valid))
+        if len(valid):
+            parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
+            if undecided.any():
+                self._check_undecided(undecided)
+                valid = valid[~undecided]
+        else:
+            parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
+        arrays = [_joined(column, each) for column, each in zip(self.added, parts, strict=True)]
+        kept = np.ones(rows, bool)
+        if len(valid) < rows and self.keeps:
+            positions = np.full(rows, -1)
+            positions[valid] = np.arange(len(valid))
+            taken = pa.array(positions, mask=positions < 0)
+            arrays = [each.take(taken) for each in arrays]
+        elif len(valid) < rows:
+            kept[:] = False
+            kept[valid] = True
+        return arrays, kept
 
     def _check_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
         """Raise `DataError` for rows without a prediction, unless `handle_invalid` says what to do with them."""

@@ -25,6 +25,7 @@ from pyspark.sql import functions as F
 
 from spark_elastic import LocalLauncher
 from spark_elastic.data.catalog import DATASETS
+from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError, StoreError, UsageError
 from tests.integration.data.conftest import Rows
@@ -475,17 +476,28 @@ TYPES = {
     "text": ("a", "'text'", "column 'a' is of type string, and the model was trained on values of <f4; cast it"),
     "a map": ("a", "map('k', 1)", "column 'a' is of type map<string,int>, .*take the values"),
     "a struct": ("a", "named_struct('k', 1)", "column 'a' is of type struct<k:int>, .*select its fields"),
+}
+UNREAD = {
     "months that are not read": ("z", "array(interval '1' year)", "column 'z' .* intervals of months .*df.drop"),
     "a calendar's span": ("z", "make_interval(1, 2)", "column 'z' is of type interval, .* intervals of months"),
     "fields of one name": ("z", "map(1, named_struct('k', 1, 'k', 2))", "column 'z' .*several fields of one name"),
 }
 
 
-def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any) -> None:
-    for name, (column, sql, complaint) in TYPES.items():
-        with pytest.raises(DataError, match=complaint) as early:
-            model.transform(rows(spark).withColumn(column, F.expr(sql)))
-        assert early.value.column == column, name
+def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(cases: dict[str, tuple[str, str, str]]) -> None:
+        for name, (column, sql, complaint) in cases.items():
+            with pytest.raises(DataError, match=complaint) as early:
+                model.transform(rows(spark).withColumn(column, F.expr(sql)))
+            assert early.value.column == column, name
+
+    refused(TYPES)
+    if has_arrow_udfs(rows(spark)):
+        for column, sql, _ in UNREAD.values():
+            made = model.transform(rows(spark).withColumn(column, F.expr(sql)))
+            assert made.where("z is not null").select("output").count() == rows(spark).count()
+    monkeypatch.setattr("spark_elastic.ml.model.has_arrow_udfs", lambda df: False)
+    refused({**TYPES, **UNREAD})
 
 
 @pytest.mark.parametrize("here", ["torch"], indirect=True)

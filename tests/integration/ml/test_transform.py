@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.errors import PythonException
+from pyspark.errors import AnalysisException, PythonException
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
@@ -18,6 +18,7 @@ from torch import nn
 
 from spark_elastic import ElasticTorchModel
 from spark_elastic.data.manifest import TensorField
+from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.persistence import trusted_files
@@ -47,7 +48,19 @@ def rows(spark: Any) -> Any:
     )
 
 
-def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the_module_gives(rows: Any) -> None:
+@pytest.fixture(params=["only what is needed", "all columns"])
+def sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return which columns go to Python: those of the model, since Spark 4.1, or all, in earlier versions."""
+    if request.param == "all columns":
+        monkeypatch.setattr("spark_elastic.ml.model.has_arrow_udfs", lambda df: False)
+    elif not has_arrow_udfs(request.getfixturevalue("rows")):
+        pytest.skip("this version of Spark has no Arrow UDFs")
+    return str(request.param)
+
+
+def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the_module_gives(
+    rows: Any, sent: str
+) -> None:
     module = TwoInputs()
     model = model_of(module, [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
     made = model.transform(rows)
@@ -65,6 +78,109 @@ def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the
         assert np.allclose(row.output_0, kind[0].tolist(), atol=1e-5)
         assert row.output_1 == pytest.approx(size.item(), abs=1e-5)
         assert row.prediction == kind.argmax().item()
+    assert model.transformSchema(rows.schema) == made.schema
+
+
+def numbers(spark: Any, count: int) -> Any:
+    """Return a DataFrame with features of two types, enough of each to travel together, and a column of intervals."""
+    floats = [(F.col("id") / 7 + index).cast("float").alias(f"f{index}") for index in range(5)]
+    longs = [(F.col("id") * index).alias(f"n{index}") for index in range(4)]
+    months = F.make_ym_interval(F.lit(1), F.col("id").cast("int")).alias("months")
+    return spark.range(count, numPartitions=2).select("id", *floats, months, *longs)
+
+
+def calls_in(df: Any) -> int:
+    """Return how often Spark would call Python functions on the way to these rows."""
+    plan = df._jdf.queryExecution().executedPlan().toString()
+    return plan.count("ArrowEvalPython") + plan.count("MapInArrow")
+
+
+KINDS = {
+    "byte": "cast(id as byte)",
+    "short": "cast(id as short)",
+    "int": "cast(id as int)",
+    "long": "id",
+    "float": "cast(id as float)",
+    "double": "cast(id as double)",
+    "boolean": "id % 2 = 0",
+    "decimal": "cast(id as decimal(10,2))",
+    "array": "array(cast(id as float), 2f)",
+    "of arrays": "array(array(id, 2L), array(3L, 4L))",
+    "of decimals": "array(cast(id as decimal(10,2)), cast(2 as decimal(10,2)))",
+    "one more int": "cast(id + 1 as int)",
+    "third int": "cast(id + 2 as int)",
+    "fourth int": "cast(id + 3 as int)",
+}
+
+
+@pytest.mark.parametrize("source", ["rows", "cached", "parquet", "orc", "stream"])
+def test_features_of_all_types_come_as_they_are_wherever_the_rows_are_from(
+    spark: Any, sent: str, source: str, tmp_path: Path
+) -> None:
+    df = spark.range(100, numPartitions=2).selectExpr("id", *(f"{made} AS `{name}`" for name, made in KINDS.items()))
+    expected = {row.id: row for row in df.collect()}
+    if source == "cached":
+        df = df.cache()
+    elif source in ("parquet", "orc"):
+        df.write.format(source).save(str(tmp_path / "rows"))
+        df = spark.read.format(source).load(str(tmp_path / "rows"))
+    elif source == "stream":
+        df.write.parquet(str(tmp_path / "rows"))
+        df = spark.readStream.schema(df.schema).parquet(str(tmp_path / "rows"))
+    shapes = {"array": (2,), "of arrays": (2, 2), "of decimals": (2,)}
+    inputs = TensorField("features_0", tuple(KINDS), "<f4", (len(KINDS) + 5,))
+    for vectors in (False, True):
+        settings = {"output_type": "vector", "probability_col": "chances"} if vectors else {}
+        model = model_of(nn.Identity(), [inputs], OutputShape("<f4", inputs.shape), rule="argmax", **settings)
+        made = model.transform(df)
+        name = f"kinds_{sent}_{vectors}".replace(" ", "_")
+        if source == "stream":
+            writer = made.writeStream.format("memory").queryName(name).trigger(availableNow=True)
+            assert writer.option("checkpointLocation", str(tmp_path / name)).start().awaitTermination(120)
+            made = spark.table(name)
+        found = made.collect()
+        assert len(found) == 100
+        for row in found:
+            values = [np.ravel(np.array(expected[row.id][kind], float)) for kind in KINDS]
+            assert [len(each) for each in values] == [int(np.prod(shapes.get(kind, ()))) for kind in KINDS]
+            output = row.output.toArray() if vectors else row.output
+            assert list(output) == np.concatenate(values).tolist()
+    df.unpersist()
+
+
+def test_columns_that_the_model_does_not_read_stay_in_spark(spark: Any) -> None:
+    df = numbers(spark, 100)
+    if not has_arrow_udfs(df):
+        pytest.skip("this version of Spark has no Arrow UDFs")
+    inputs = TensorField("features_0", ("n3", "f4", "n0", "f1", "n1", "f0", "n2", "f2", "f3"), "<f4", (9,))
+    model = model_of(nn.Identity(), [inputs], OutputShape("<f4", (9,)), rule="argmax")
+    made = model.transform(df)
+    for row in made.select("*", F.col("months").cast("string").alias("text")).drop("months").collect():
+        assert row.output == pytest.approx([row[name] for name in inputs.columns], rel=1e-6)
+        assert row.text == f"INTERVAL '{1 + row.id // 12}-{row.id % 12}' YEAR TO MONTH"
+    filtered = made.where("prediction = 0").where("output[0] > 3").select("prediction")
+    assert filtered.count() == 98
+    assert calls_in(filtered) == 1
+    for internal in ("column 0", "added 0", "made", "0"):
+        with pytest.raises(AnalysisException, match="cannot be resolved"):
+            made.where(F.col(f"`{internal}`").isNull())
+
+
+def test_the_result_may_be_read_in_subqueries(spark: Any, rows: Any, sent: str) -> None:
+    model = model_of(nn.Linear(3, 2), [JOINED], OutputShape("<f4", (2,)), rule="argmax")
+    model.transform(rows).createOrReplaceTempView("scored")
+    rows.createOrReplaceTempView("given")
+    average = "(select avg(prediction) from scored)"
+    for query in (
+        f"select sum(abs(a - {average})) from given",
+        "select sum(case when id in (select id from scored where prediction = 0) then 1 else 0 end) from given",
+        "select sum((select max(prediction) from scored where scored.id = given.id)) from given",
+        "select sum(p) from given, lateral (select prediction p from scored where scored.id = given.id)",
+        f"select count(*) from given one join given two on one.id = two.id and one.a >= {average} - 1",
+        f"select a from given order by a > {average}, a",
+        f"select count(*) from given group by a > {average}",
+    ):
+        assert spark.sql(query).collect(), query
 
 
 def test_outputs_suit_the_evaluators_of_spark_ml(rows: Any) -> None:
@@ -95,19 +211,21 @@ def test_a_model_is_loaded_once_by_each_worker_process_for_all_of_its_tasks(rows
     assert len(pids) == len(set(pids)), "each of them once"
 
 
-def test_partitions_without_rows_are_fine(spark: Any, rows: Any) -> None:
+def test_partitions_without_rows_are_fine(spark: Any, rows: Any, sent: str) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    assert model.transform(rows.where("id = 3").repartition(4)).count() == 1
+    assert len(model.transform(rows.where("id = 3").repartition(4)).collect()) == 1
     assert model.transform(rows.where("id < 0")).collect() == []
 
 
-def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
+def test_a_null_is_an_error_that_names_the_column(rows: Any, sent: str) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
     with pytest.raises(PythonException, match=r"column 'a': .* have null"):
         model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
 
 
-def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(rows: Any, tmp_path: Path) -> None:
+def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(
+    rows: Any, sent: str, tmp_path: Path
+) -> None:
     # Not by a UDF in Python: where one feeds `transform`, Spark may close, after a task that failed, the connection to
     # a Python process that a later task uses already ("Socket closed", CancelledKeyException).
     unknown = array_to_vector(F.array(F.lit(float("nan")), F.lit(1.0)))
@@ -152,7 +270,7 @@ def test_feature_columns_may_have_other_names_than_in_training(rows: Any) -> Non
         model.setFeatureCols(["b", "w", "id"]).transform(renamed)
 
 
-def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_name(rows: Any) -> None:
+def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_name(rows: Any, sent: str) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
     odd = rows.select(F.col("id").alias("the id.of it"), "a", F.col("text").alias("ß"), "v", F.lit(1).alias("ß"))
     made = model.transform(odd)
@@ -171,21 +289,22 @@ def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
     assert len(model._shipments) == 2
 
 
-def test_it_works_on_a_stream(spark: Any, rows: Any, tmp_path: Path) -> None:
+def test_it_works_on_a_stream(spark: Any, rows: Any, sent: str, tmp_path: Path) -> None:
     rows.withColumn("a", F.when(F.col("id") != 5, F.col("a"))).write.parquet(str(tmp_path / "rows"))
     stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()), handle_invalid="skip")
+    name = f"scored_with_{sent.replace(' ', '_')}"
     query = (
         model.transform(stream)
         .writeStream.format("memory")
-        .queryName("scored")
+        .queryName(name)
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
         .trigger(availableNow=True)
         .start()
     )
     assert query.awaitTermination(120)
-    assert spark.table("scored").count() == 29
-    assert spark.table("scored").where("prediction is null").count() == 0
+    assert spark.table(name).count() == 29
+    assert spark.table(name).where("prediction is null").count() == 0
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -194,6 +194,40 @@ def test_rows_with_missing_values_are_an_error_skipped_or_null(tmp_path: Any) ->
     assert [each.num_rows for each in allowed(BAD)] == [3, 3, 1]
 
 
+def test_lists_have_what_is_added_and_none_for_rows_that_are_left_out(tmp_path: Any) -> None:
+    in_one = replace(serving(tmp_path / "log"), groups=(("v",), ("a",)))
+    given = [(each.column("v"), each.column("a")) for each in BAD]
+    with pytest.raises(DataError, match="column 'a': 1 of 6 rows read have null"):
+        list(in_one.as_lists(given))
+    for handle_invalid, missing in (("skip", []), ("keep", [{"0": None}])):
+        made = list(replace(in_one, handle_invalid=handle_invalid).as_lists(given))
+        sums = [[{"0": 3}], *[missing] * 4, [{"0": 18}]], [[{"0": 21}], missing, missing], [missing] * 2
+        assert [each.to_pylist() for each in made] == list(sums)
+        assert all(each.type.value_type.field("0").nullable == (handle_invalid == "keep") for each in made)
+
+
+def test_columns_that_travel_as_one_are_taken_apart() -> None:
+    names = ("c", "a", "d", "b")
+    schema = StructType([StructField(name, DoubleType()) for name in "abcd"])
+    inputs = tensors_for(schema, [TensorField("features_0", ("a", "b", "c", "d"), "<f4", (4,))], {})
+    added = (AddedColumn("same", "raw", 0, "", OutputShape("<f4", (4,))),)
+    work = Serving("apart", Broadcast(cloudpickle.dumps(Same())), inputs, added, 2, groups=(names,))
+    (made,) = work.as_lists([pa.array([[3.0, 1.0, 4.0, 2.0], [30.0, 10.0, 40.0, 20.0]])])
+    assert [row["0"] for (row,) in made.to_pylist()] == [[1, 2, 3, 4], [10, 20, 30, 40]]
+    assert list(work.as_lists([])) == []
+
+
+@dataclass
+class Same:
+    """A "model" that returns its input."""
+
+    def load(self) -> Any:
+        return self
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
+        return [inputs["features_0"]]
+
+
 def nan_for_two(features: dict[str, Any]) -> dict[str, Any]:
     return {"features_0": np.where(features["features_0"] == 2, NAN, features["features_0"])}
 
