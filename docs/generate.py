@@ -168,7 +168,9 @@ def _cell(text: str) -> str:
 CAPTIONS = {
     "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
     "before_after_layout.json": "the package before and after its modules were joined, two turns",
+    "before_after_speed.json": "steps, kills, reading, writing and `fit` before and after the work on speed, in turns",
     "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
+    "before_after_write.json": "writing before and after the work on speed, in more turns",
     "chaos-namespaces.json": "storms of random faults, standalone cluster, each Worker in a network namespace",
     "chaos-processes.json": "storms of random faults, processes of one machine",
     "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
