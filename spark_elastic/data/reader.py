@@ -320,7 +320,7 @@ class BatchReader:
         group_batches, group_rows = self._group_size(batch_size, size, ranks)
         planned = max(1, _PLANNED_ROWS // group_rows) * group_batches * batch_size
 
-        def plans() -> Iterator[tuple[list[int], Indices, list[int], list[tuple[int, ...]]]]:
+        def plans() -> Iterator[tuple[list[int], Indices, Indices, list[int], list[tuple[int, ...]]]]:
             for begin in range(position, self.rows, planned):
                 edges = [*range(begin, min(begin + planned, self.rows), batch_size), min(begin + planned, self.rows)]
                 if ranks == 1:
@@ -328,20 +328,23 @@ class BatchReader:
                     parts: list[tuple[int, ...]] = [(count,) for count in counts]
                 else:
                     numbers, counts, parts = _take_parts(orders, edges, rank, size)
-                yield edges, numbers if self.shuffle else self._files.numbering.in_file_order(numbers), counts, parts
+                if not self.shuffle:
+                    numbers = self._files.numbering.in_file_order(numbers)
+                yield edges, numbers, self._files.rows.places(numbers), counts, parts
 
-        # on its own thread, the time to compute the order is hidden behind the time to gather
+        # on its own thread, the time to compute the order and the places is hidden behind the time to gather
         planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
         try:
-            for edges, numbers, counts, parts in planning or plans():
+            for edges, numbers, places, counts, parts in planning or plans():
                 done = 0
                 for first in range(0, len(counts), group_batches):
                     part = counts[first : first + group_batches]
                     bounds = edges[first : first + group_batches + 1]
                     ahead.prepare(windows, bounds[0], bounds[-1], rank, size, ranks)
                     of_ranks = parts[first : first + group_batches]
-                    yield _split(self._gathered(numbers[done : done + sum(part)]), bounds, part, of_ranks)
-                    done += sum(part)
+                    rows = slice(done, done + sum(part))
+                    yield _split(self._gathered(numbers[rows], places[rows]), bounds, part, of_ranks)
+                    done = rows.stop
         except Stopped:
             return
         finally:
@@ -354,11 +357,11 @@ class BatchReader:
             return WindowedShuffle(self.rows, self.seed, epoch, self._windows)
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
-    def _gathered(self, numbers: Indices) -> dict[str, Any]:
-        """Return the tensors of these rows."""
+    def _gathered(self, numbers: Indices, places: Indices) -> dict[str, Any]:
+        """Return the tensors of the rows with these numbers, whose records are at these places."""
         nbytes = len(numbers) * self._dtype.itemsize
         out: npt.NDArray[Any] = self._buffers.acquire(nbytes)[:nbytes]
-        self._files.rows.gather(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
+        self._files.rows.gather(places, out.view(np.dtype((np.void, self._dtype.itemsize))))
         records = out.view(self._dtype)
         tensors: dict[str, Any] = {field.name: records[field.name] for field in self.fields}
         if self._files.sidecars is not None:

@@ -320,11 +320,15 @@ class MappedRows:
             ]
         )
 
-    def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
-        """Copy the records of these rows to `out`, shape (n,), void of `stride` bytes."""
-        if len(numbers):
-            # numbers are always in range; mode "raise" would gather into a temporary buffer first
-            np.take(self._records, self._placement.of(numbers), out=out, mode="clip")
+    def places(self, numbers: Indices) -> Indices:
+        """Return where the records of these rows are, for `gather`: a part of its work for another thread."""
+        return self._placement.of(numbers)
+
+    def gather(self, places: Indices, out: npt.NDArray[Any]) -> None:
+        """Copy the records at these places to `out`, shape (n,), void of `stride` bytes."""
+        if len(places):
+            # places are always in range; mode "raise" would gather into a temporary buffer first
+            np.take(self._records, places, out=out, mode="clip")
 
     def evict(self, start: int, stop: int) -> None:
         """Remove rows number `start`..`stop` from this process's memory; they are not needed soon."""
@@ -349,9 +353,13 @@ class GatheredRows:
                 check_size(file, nbytes)
             self._maps.append(np.memmap(file, record, "r") if nbytes else None)
 
-    def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
-        """Copy the records of these rows to `out`, shape (n,), void of `stride` bytes."""
-        shards, rows = self._numbering.places(numbers)
+    def places(self, numbers: Indices) -> Indices:
+        """Return the numbers, which `gather` takes as they are."""
+        return numbers
+
+    def gather(self, places: Indices, out: npt.NDArray[Any]) -> None:
+        """Copy the records at these places to `out`, shape (n,), void of `stride` bytes."""
+        shards, rows = self._numbering.places(places)
         # sorted by shard, each shard needs one gather; a stable sort of 16-bit values is a fast radix sort
         order = np.argsort(shards.astype(np.uint16) if len(self._maps) < 1 << 16 else shards, kind="stable")
         edges = np.searchsorted(shards[order], np.arange(len(self._maps) + 1))

@@ -98,7 +98,7 @@ def test_mapped_and_gathered_rows_have_the_same_records(tmp_path_factory, shard_
         files = [folder / shard.file for shard in shards]
         rows = kind(files, numbering, LAYOUT.stride, [shard.nbytes for shard in shards])
         out = np.empty(len(numbers), np.dtype((np.void, LAYOUT.stride)))
-        rows.gather(numbers, out)
+        rows.gather(rows.places(numbers), out)
         rows.evict(0, numbering.rows)
         rows.close()
         found.append(out.view(LAYOUT.dtype)["label"].tolist())
