@@ -194,7 +194,7 @@ CAPTIONS = {
     "spark-slots.json": "the driver's side of 8 to 500 slots in Spark",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
-    "data_read_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
+    "data_read_peer_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
     "fit_kept.json": "a whole fit with keep_workers, and a second fit on the same rows",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",

@@ -278,7 +278,7 @@ FIGURES = [
         "docs/benchmarks.md",
         "compression_loss.json",
         "bf16: loss at the end, of float32's",
-        "{:.3f} with `bf16` and 0.9",
+        "{:.3f} with `bf16` and",
         1,
     ),
     ("docs/benchmarks.md", "compression_time.json", "none: step", "9.8 M parameters takes {:.0f} ms", 1),
