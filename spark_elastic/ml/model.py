@@ -108,25 +108,16 @@ def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
     return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
 
 
-_COLUMN, _ADDED = "_spark_elastic_column_", "_spark_elastic_added_"
-"""The names of columns within the query of `transform`, with their numbers: Spark finds them from outside, too."""
-
-
-def _with_udf(plain: Any, schema: Any, serving: Serving) -> Any:
-    """Return a DataFrame with the columns that an Arrow UDF adds to those of `plain`, which Spark keeps to itself.
+def _with_udf(dataset: Any, serving: Serving) -> Any:
+    """Return a DataFrame with the columns that an Arrow UDF adds to those of `dataset`, which Spark keeps to itself.
 
     The UDF returns a list for each row, which `inline` unpacks: Spark moves filters on what is added no further down
     than to there, where they would call the model once more.
-
-    Args:
-        plain: The DataFrame, its columns named by `_COLUMN` and their numbers.
-        schema: That of the result.
-        serving: What the UDF does.
     """
     import pyarrow as pa
     from pyspark.sql.types import ArrayType, StructField, StructType
 
-    functions = functions_for(plain)
+    functions = functions_for(dataset)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         return serving.as_lists(batches)
@@ -136,13 +127,15 @@ def _with_udf(plain: Any, schema: Any, serving: Serving) -> Any:
     predictions.__annotations__ = {"batches": Iterator[given], "return": Iterator[pa.Array]}
     fields = [StructField(str(n), spark_type(each), serving.keeps) for n, each in enumerate(serving.added)]
     made = functions.arrow_udf(predictions, ArrayType(StructType(fields), containsNull=False))
-    numbers = {name: index for index, name in enumerate(serving.names)}
-    columns = {name: functions.col(f"{_COLUMN}{numbers[name]}") for group in serving.groups for name in group}
-    features = travel.expressions(serving.groups, columns.__getitem__, functions.array)
-    added = [f"{_ADDED}{number}" for number in range(len(serving.added))]
+    added = [column.name for column in serving.added]
+
+    def column(name: str) -> Any:
+        return functions.col("`" + name.replace("`", "``") + "`")
+
+    features = travel.expressions(serving.groups, column, functions.array)
     first = serving.groups[0][0]
-    rows = plain.where(_always(functions, columns[first], plain.schema[f"{_COLUMN}{numbers[first]}"].dataType))
-    return rows.select("*", functions.inline(made(*features)).alias(*added)).toDF(*schema.names)
+    rows = dataset.where(_always(functions, column(first), dataset.schema[first].dataType))
+    return rows.select("*", functions.inline(made(*features)).alias(*added))
 
 
 def _always(functions: Any, column: Any, kind: Any) -> Any:
@@ -289,16 +282,17 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self._handle_invalid(),
         )
-        # columns are looked up by name, which fails for names with dots and for equal names: so they are renamed
-        plain = dataset.toDF(*(f"{_COLUMN}{index}" for index in range(len(dataset.columns))))
         if has_arrow_udfs(dataset):
             check_travels(features)
-            return _with_udf(plain, schema, serving)
+            return _with_udf(dataset, serving)
         check_travels({field.name: field.dataType for field in dataset.schema.fields})
 
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
             return serving(batches)
 
+        # pyspark looks the columns up by name, which fails for names with dots and for equal names. So they are renamed
+        # on the way to the executors; the result's columns are matched by position.
+        plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
 
     # --- settings and model together --------------------------------------------------------------

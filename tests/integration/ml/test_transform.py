@@ -276,6 +276,8 @@ def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_na
     made = model.transform(odd)
     assert made.columns == ["the id.of it", "a", "ß", "v", "ß", "output", "prediction"]
     assert sorted(row[5] for row in made.collect()) == sorted(row.output for row in model.transform(rows).collect())
+    with pytest.raises(DataError, match="'a' stands for 2 columns"):
+        model.transform(rows.select(F.lit(7.0).alias("A"), "a", "v"))
     dotted = model.copy({model.feature_cols: ["a.b", "v"]}).transform(rows.withColumnRenamed("a", "a.b"))
     assert dotted.where("`a.b` = 0.5").first()[dotted.columns.index("output")] == pytest.approx(0.5 + 1 + 5)
 
