@@ -181,18 +181,21 @@ class Bucket:
         wire[end:].copy_(self.flat[end:])
         if any(source is None for source in self._sources):
             wire[:end].zero_()
-        most = self.flat.new_empty(min(_BLOCK, end))
+        on_host = self.flat.device.type == "cpu"
+        block = _BLOCK if on_host else end
+        most = self.flat.new_empty(min(block, end))
         least = torch.empty_like(most)
         precision = torch.finfo(wire.dtype).eps  # twice the largest relative error of rounding
         for start, stop in self._given_ranges():
-            for first in range(start, stop, _BLOCK):
-                part = slice(first, min(first + _BLOCK, stop))
+            for first in range(start, stop, block):
+                part = slice(first, min(first + block, stop))
                 values, left = self.flat[part], error[part]
                 limit = torch.abs(values, out=most[: len(values)]).mul_(precision)
                 left.clamp_(torch.neg(limit, out=least[: len(values)]), limit)
                 sent = wire[part].copy_(values.add_(left))
                 torch.sub(values, sent, out=left)
-                if not torch.isfinite(left.sum()):  # an infinite gradient would stay in it
+                # an infinite gradient would stay in it; on a GPU it would take longer to ask than to do it
+                if not on_host or not torch.isfinite(left.sum()):
                     left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return wire
 

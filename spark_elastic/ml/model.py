@@ -12,7 +12,6 @@ from typing import Any
 
 import cloudpickle
 from pyspark.ml import Model
-from pyspark.sql.types import NumericType
 
 from spark_elastic.data import travel
 from spark_elastic.data.columns import check_travels, find_column
@@ -133,29 +132,13 @@ def _with_udf(dataset: Any, serving: Serving) -> Any:
         return functions.col("`" + name.replace("`", "``") + "`")
 
     features = travel.expressions(serving.groups, column, functions.array)
-    first = serving.groups[0][0]
-    rows = dataset.where(_always(functions, column(first), dataset.schema[first].dataType))
-    return rows.select("*", functions.inline(made(*features)).alias(*added))
-
-
-def _always(functions: Any, column: Any, kind: Any) -> Any:
-    """Return a condition that every row meets, which Spark does not know: the hash of something is at most 2**31 - 1.
-
-    Without an operator of rows between a file and an Arrow UDF, Spark 4.2 and 4.3 give the UDF batches of columns as
-    they are read from the file, and fail if there are vectors among the columns or the results.
-
-    Args:
-        functions: pyspark's module of functions.
-        column: A column, of which something is hashed that takes no time.
-        kind: Its type.
-    """
-    if kind.typeName() in ("binary", "string", "char", "varchar"):
-        column = functions.length(column)
-    elif kind.typeName() == "array":
-        column = functions.size(column)
-    elif not isinstance(kind, NumericType):
-        column = functions.isnull(column)
-    return functions.hash(column) <= functions.lit(2**31 - 1)
+    # An operator that leaves every row as it is. Without one between a file and an Arrow UDF, Spark 4.2 and 4.3 hand
+    # over columns as they are read from the file, and fail if there are vectors among the columns or the results. A
+    # filter would not stay: Spark moves it to the files, and computes once more what it looks at.
+    one = "_spark_elastic_one"
+    rows = dataset.select("*", functions.explode(functions.array(functions.lit(0))).alias(one)).drop(one)
+    # The names once more: the columns then differ from those of `dataset`, so that the two can be joined.
+    return rows.select("*", functions.inline(made(*features)).alias(*added)).toDF(*serving.names, *added)
 
 
 class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
