@@ -122,6 +122,7 @@ class NcclGroup:
         self._cut = False
         self._failure: BaseException | None = None
         self._pg: Any = None
+        self._store: Any = None
 
     def connect(self, store: Any, rank: int, size: int) -> None:
         """Make the communicator; all members call this together.
@@ -130,6 +131,9 @@ class NcclGroup:
             HorovodInternalError: the driver has ended the round in the meantime.
             RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
         """
+        # torch's watchdog asks the store as long as the process group lives. If only C++ still refers to it, the
+        # methods of its Python class are gone, and torch warns of a pure virtual function.
+        self._store = store
 
         # Like Gloo, NCCL cannot be interrupted while it connects: a cut leaves the thread behind, see
         # `GlooGroup.connect`.
@@ -236,12 +240,17 @@ class NcclGroup:
         self._pg = None
 
 
-def _failure_of(work: Any) -> Any:
-    """Return the error of a completed collective, or None."""
+def _failure_of(work: Any) -> BaseException | None:
+    """Return the NCCL error of a completed collective; None if there is none, or if torch cannot say.
+
+    Before torch 2.13, `Work.exception()` of NCCL raises TypeError for good and failed works alike, because it cannot
+    convert its answer. Only an error that names NCCL counts; a lost peer is reported by the driver in any case.
+    """
     try:
-        return work.exception()
+        found = work.exception()
     except Exception as error:
-        return error
+        found = error
+    return found if isinstance(found, BaseException) and "nccl" in str(found).lower() else None
 
 
 def _abort(pg: Any) -> None:

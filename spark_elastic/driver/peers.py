@@ -18,10 +18,10 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
 from spark_elastic.driver.admission import most_handshakes
+from spark_elastic.driver.expected_lines import ExpectedLines
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.driver.tensorflow_lines import InterruptedSteps
 from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
@@ -125,7 +125,7 @@ class Peers:
         """Agents of the workers that were started and are not gone."""
         self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)
         """The same by agent."""
-        self._shown: defaultdict[WorkerId, InterruptedSteps] = defaultdict(InterruptedSteps)
+        self._shown: defaultdict[WorkerId, ExpectedLines] = defaultdict(ExpectedLines)
         """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
         self._listens: dict[AgentId, str] = {}

@@ -5,7 +5,9 @@ What is real: the processes, their kills, the agreement, the waiting, the cut, a
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -277,6 +279,51 @@ def test_an_nccl_error_is_a_horovod_internal_error():
     work = communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
     with pytest.raises(HorovodInternalError, match="NCCL failed: ncclRemoteError"):
         communicator.wait(work)
+
+
+def refuses_to_say(work: Any) -> None:
+    """Raise what `Work.exception()` of NCCL raises in torch before 2.13, for good and failed works alike."""
+    raise TypeError(
+        "Unable to convert function return value to a Python type! The signature was\n\t"
+        "(self: torch._C._distributed_c10d.Work) -> std::__exception_ptr::exception_ptr"
+    )
+
+
+@pytest.mark.parametrize("answer", [refuses_to_say, lambda work: ValueError("busy"), lambda work: False])
+def test_an_answer_that_names_no_nccl_error_is_no_failure(answer):
+    class Slow(Never):
+        """Completed, as far as torch knows, while kernels behind it run until it has been asked three times."""
+
+        asked = 0
+
+        def is_completed(self):
+            self.asked += 1
+            return True
+
+        exception = answer
+
+    class Busy(Stub):
+        def mark(self, device):
+            return self
+
+        def query(self):
+            return self.work.asked >= 3
+
+    communicator = Round().communicator(Busy(Slow()))
+    communicator.wait(communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM))
+
+
+def test_store_outlives_its_communicator_for_torchs_watchdog():
+    class Store:
+        pass
+
+    store = Store()
+    alive = weakref.ref(store)
+    communicator = NcclGroup(torch.device("cuda", 0), lambda: None, print, lambda: None, 0.01, runtime=Stub(Never()))
+    communicator.connect(store, 0, 2)
+    del store
+    gc.collect()
+    assert alive() is not None
 
 
 def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_aborted():

@@ -1,8 +1,10 @@
-"""TensorFlow's own lines that are not shown: those of its start, and of a step that a lost worker has interrupted.
+"""Lines of TensorFlow and torch that are not shown, because nothing is wrong: of a start, and of an interrupted step.
 
 A collective that fails in a TensorFlow graph makes TensorFlow's C++ log the error twice, each time with its traceback:
 seventy lines a survivor, although nothing is wrong with it, and a line of the driver's says what happened. They are
-found by the token that `spark_elastic.tensorflow.host.with_token` writes into the error. Other warnings are shown.
+found by the token that `spark_elastic.tensorflow.host.with_token` writes into the error. torch logs the stack of each
+NCCL collective whose peer is gone, twice a survivor: from its watchdog and from the thread that asks. Other warnings
+are shown.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from collections.abc import Iterable
 _LOG = r"^(?:[IWE]\d{4} [\d:.]+\s+\d+ |[\d-]+ [\d:.]+: [IWE] \S*)[\w/]+\.cc:\d+\] "
 """The head of a log line of TensorFlow's C++, from version 2.17 on and before."""
 _INTERRUPTED = re.compile(_LOG + r".*HorovodInternalError: .*\[lost peer \d+\]")
-_PREAMBLE = re.compile(
+_EXPECTED = re.compile(
     r"^WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
     r"|^I\d{4} [\d:.]+\s+\d+ port\.cc:\d+\] oneDNN custom operations are on\."
+    r"|^(?:\[\w+\]:)?\[W\d{4} [\d:.]+ init\.cpp:\d+\] Warning: Work::exception API is being deprecated"
 )
-"""Written at each start, whatever TF_CPP_MIN_LOG_LEVEL says."""
+"""Written at each start, whatever TF_CPP_MIN_LOG_LEVEL says; and by torch when NCCL is asked for its error."""
+_TORCH = r"^(?:\[\w+\]:)?\[[WE]\d{4} [\d:.]+ "
+_PEER_GONE = re.compile(_TORCH + r"ProcessGroupNCCL\.cpp:\d+\] .*NCCL error: remote process exited")
+_LAST_ERROR = "Last error:"
+_OF_STACK = re.compile(r"^(?:nccl\w+: |Exception raised from |frame #\d+: )")
 _OF_TRACEBACK = re.compile(
     r"^(?:\s|$|Traceback \(most recent call last\):$|The above exception was the direct cause |"
     r"During handling of the above exception, |(?:[\w.]+\.)?HorovodInternalError: )"
@@ -35,10 +42,12 @@ class _At(enum.Enum):
     HEAD = enum.auto()  # the head of a message to leave out; its traceback follows
     TRACEBACK = enum.auto()
     END = enum.auto()  # the last line of its traceback; empty lines, and the name of the operation, may follow
+    STACK = enum.auto()  # a message of torch, which an empty line ends
+    LAST_ERROR = enum.auto()  # NCCL's words for it follow
 
 
-class InterruptedSteps:
-    """Filters the stderr of one worker: leaves out TensorFlow's messages about steps that a loss interrupted."""
+class ExpectedLines:
+    """Filters the stderr of one worker: leaves out the frameworks' messages about steps that a loss interrupted."""
 
     def __init__(self) -> None:
         self._at = _At.OTHER
@@ -48,7 +57,7 @@ class InterruptedSteps:
         return [line for line in lines if self._is_shown(line)]
 
     def _is_shown(self, line: str) -> bool:
-        if _PREAMBLE.match(line):
+        if _EXPECTED.match(line):
             return False
         self._at = self._next(line)
         return self._at is _At.OTHER
@@ -56,7 +65,17 @@ class InterruptedSteps:
     def _next(self, line: str) -> _At:
         if _INTERRUPTED.match(line):
             return _At.HEAD
+        if _PEER_GONE.match(line):
+            return _At.STACK
         match self._at:
+            case _At.STACK if line == _LAST_ERROR:
+                return _At.LAST_ERROR
+            case _At.STACK if _OF_STACK.match(line):
+                return _At.STACK
+            case _At.LAST_ERROR:
+                return _At.STACK
+            case _At.STACK if not line:
+                return _At.END
             case _At.HEAD if line == _TRACEBACK:
                 return _At.TRACEBACK
             case _At.TRACEBACK if _LAST_LINE.match(line):
