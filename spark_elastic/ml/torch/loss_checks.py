@@ -23,12 +23,8 @@ from spark_elastic.ml.training.engine import first_rows
 
 log = logging.getLogger("spark_elastic.ml")
 
-_LABELS = 251
-"""Rows on which a loss is tried, because labels that it ignores may be rare."""
-_CALLS = 16
-"""Rows on which a `train_fn` is tried, which calls the model."""
-_BYTES = 1 << 24
-"""The size of the rows at most, if they are more than those of the dry run."""
+_ROWS, _BYTES = 251, 1 << 24
+"""The most rows on which a loss is tried, because labels that it ignores may be rare, and their size."""
 
 
 @contextmanager
@@ -135,15 +131,18 @@ def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch
         return
     losses = training.loss if isinstance(training.loss, Sequence) else [training.loss] * len(objective)
     own = [at for at, term in enumerate(objective.terms) if term.own]
-    batch = _more_rows(training, part, result.outputs, _LABELS) if own else part
+    batch = _more_rows(training, part, result.outputs) if own else part
     for at in own:
         _check_term(losses[at], objective.terms[at], at, part, result.outputs[at].detach(), batch)
 
 
-def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any], most: int) -> TorchBatch:
+def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any] = ()) -> TorchBatch:
+    """Return as many rows as can be tried with little memory; without outputs, which the model has to compute, fewer."""
     tensors = [each for each in (*part.tensors.values(), *outputs) if isinstance(each, torch.Tensor)]
     a_row = sum(each.nbytes for each in tensors) // part.rows
-    rows = max(part.rows, min(most, _BYTES // max(1, a_row)))
+    if not outputs:
+        a_row += sum(each.nbytes for each in training.model.parameters()) // 4
+    rows = max(part.rows, min(_ROWS, _BYTES // max(1, a_row)))
     try:
         return BatchMaker(training, torch.device("cpu")).parts(first_rows(training, rows), 1)[0]
     except Exception as error:  # of transformation_fn, which has taken fewer rows
@@ -178,9 +177,9 @@ def _check_term(loss: Any, term: LossTerm, at: int, part: TorchBatch, output: to
 
 def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
     model, of_model = training.model, isinstance(training.train_fn, ModelStep)
-    name = training.train_fn.name if isinstance(training.train_fn, ModelStep) else "train_fn"
+    name = f"the loss of {training.train_fn.name}" if isinstance(training.train_fn, ModelStep) else "train_fn"
     modes = [(module, module.training) for module in model.modules()]
-    batch = _more_rows(training, part, (), _CALLS)
+    batch = _more_rows(training, part)
     try:
         # Layers are in eval mode, because dropout and batch statistics differ between the whole and its parts. The
         # model itself is in training mode where eval mode would mean a validation.
