@@ -80,8 +80,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     metrics: Param[Mapping[str, Any] | None]
     callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
-        "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. The "
-        "loss is a mean over rows, a value for each row, or (numerator, denominator).",
+        "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. "
+        "The loss is a mean over rows, a value for each row, or (numerator, denominator).",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)

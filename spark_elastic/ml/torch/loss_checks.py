@@ -58,33 +58,36 @@ class _Broadcasts(TorchDispatchMode):
 
 
 def _all_pairs(call: Callable[[tuple[Any, ...]], Any], labels: Sequence[Any], rows: int) -> list[list[int]]:
-    """Return the shapes that user code broadcasts because of the labels' last axis; [] if it does not.
+    """Return the shapes that user code broadcasts because a label has an axis of 1 more or less; [] if it does not.
 
-    Code that compares rows with one another on purpose does so with labels of either shape.
+    Code that compares rows with one another on purpose does so with labels of any shape.
     """
-    if rows < 2:
-        return []
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+
+    def broadcast(labels: Sequence[Any]) -> list[list[int]] | None:
         try:
             with _Broadcasts(rows) as found:
                 call(tuple(labels))
         except Exception as error:
             log.info("it is not known which rows are compared: %s", error)
+            return None
+        return found.shapes
+
+    if rows < 2:
+        return []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = broadcast(labels)
+        if not shapes:
             return []
-        try:
-            with _Broadcasts(rows) as other:
-                call(tuple(_other_shape(each) for each in labels))
-        except Exception:
-            return found.shapes
-    return [] if other.shapes else found.shapes
+        others = [broadcast([_other_shape(each, axis) for each in labels]) for axis in (-1, 1)]
+    return shapes if [] in others or others == [None, None] else []
 
 
-def _other_shape(label: Any) -> Any:
-    """Return labels [rows] as [rows, 1], and those with a last axis of 1 without it."""
-    if not isinstance(label, torch.Tensor) or (label.dim() > 1 and label.shape[-1] != 1):
+def _other_shape(label: Any, axis: int) -> Any:
+    """Return a label without this axis if it is 1, else with one there; [rows] becomes [rows, 1]."""
+    if not isinstance(label, torch.Tensor):
         return label
-    return label[..., None] if label.dim() == 1 else label[..., 0]
+    return label.squeeze(axis) if label.dim() > 1 and label.shape[axis] == 1 else label.unsqueeze(axis)
 
 
 def _all_pairs_error(name: str, shapes: Sequence[Sequence[int]], what: str) -> DataError:
@@ -137,7 +140,7 @@ def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch
 
 
 def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any] = ()) -> TorchBatch:
-    """Return as many rows as can be tried with little memory; without outputs, which the model has to compute, fewer."""
+    """Return as many rows as can be tried cheaply; fewer without outputs, which the model then has to compute."""
     tensors = [each for each in (*part.tensors.values(), *outputs) if isinstance(each, torch.Tensor)]
     a_row = sum(each.nbytes for each in tensors) // part.rows
     if not outputs:

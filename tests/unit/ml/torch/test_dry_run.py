@@ -244,6 +244,22 @@ ONE = {"model": nn.Linear(6, 1), "optimizer": torch.optim.SGD}
 SCORES = {"model": nn.Linear(6, 3), "optimizer": torch.optim.SGD}
 
 
+class Picture(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).reshape(-1, 1, 2, 2)
+
+
+PICTURE = {"model": Picture(6, 4), "optimizer": torch.optim.SGD, "transformation_fn": lambda columns: pictures(columns)}
+
+
+def pictures(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "label_0": columns["features_0"][:, :4].reshape(-1, 2, 2)}
+
+
+def pixels(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output.sigmoid() - label).abs().flatten(1).mean(1)
+
+
 def difference(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output.squeeze(1) - label).square().mean()
 
@@ -300,6 +316,7 @@ def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         ),
         ({**ONE, "loss": difference, "metrics": {"far": (0, all_pairs)}}, DataError, "metric far compares each output"),
         ({**ONE, "loss": None, "train_fn": called(all_pairs)}, DataError, r"train_fn compares .* label_0 \[4\]"),
+        ({**PICTURE, "loss": pixels}, DataError, r"pixels compares .* shapes \[4, 1, 2, 2\] and \[4, 2, 2\]"),
         ({**SCORES, "loss": contrastive}, InvalidSettingsError, "contrastive is not a mean .*loss_is_per_worker=True"),
         ({**SCORES, "loss": None, "train_fn": called(contrastive)}, InvalidSettingsError, "train_fn is not a mean"),
     ],
