@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from spark_elastic.data.reader import Batch
-from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.engine import objective_of
+from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
@@ -72,23 +73,20 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
     with (
         UserCodeContext(_subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
-        warnings.catch_warnings(),
+        broadcast_is_an_error(),
     ):
-        # torch warns of a loss that compares each output with the labels of all rows; here that is an error
-        warnings.filterwarnings("error", message="Using a target size")
         objective.set_mode(model, True)
         objective.begin(model, StepPlace())
         result = _kept(objective.forward(model, part))
-        counts = objective.counts(parts) if objective.normalised else ()
-        share = objective.share(result, part.rows, counts)
-        _check_pairs(objective, part, result)
+        share = objective.share(result, part.rows, result.counts if objective.coupled else ())
     validation = _validation(training, objective, part)
     logged = _logged(result, validation)
     metrics = TorchMetricAccumulator(objective, training.metrics, logged)
     seen = {**part.tensors, **{f"output {number}": value for number, value in enumerate(result.outputs)}}
-    with UserCodeContext("the metrics", part.rows, seen):
+    with UserCodeContext("the metrics", part.rows, seen), broadcast_is_an_error():
         sums = torch.zeros(metrics.width, dtype=torch.float64)
         piece = metrics.measure(result, part.rows, sums)
+    check_metrics(training, objective, result, part.rows)
     common.warn_of_averaged_metrics(
         metrics.averaged, "a torchmetrics metric (torchmetrics.AUROC, ...), whose states are added up"
     )
@@ -119,6 +117,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
         row = common.check_monitors(training, training.callbacks, logs, val_logs)
         schedule.after_step()
         schedule.after_epoch(row)
+    check_losses(training, objective, part, result)
     _check_writable(training, model, optimizer, schedule)
     return result, logged
 
@@ -159,32 +158,6 @@ def _logged(*results: ForwardResult | None) -> dict[LoggedName, Any]:
         else:
             found[key] = None if isinstance(logged.value, float) else logged.value
     return found
-
-
-def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
-    """Raise DataError if a user's loss broadcasts, and so compares each output with the labels of all rows.
-
-    The loss of all rows must be the sum of the losses of each row alone.
-    """
-    for at, (term, label) in enumerate(zip(objective.terms, part.labels, strict=False)):
-        output, given = result.outputs[at], result.labels[at]
-        if term.of_classes or term.of_numbers or label.shape == output.shape or label.numel() != output.numel():
-            continue
-        # Invented labels, because the labels of the first rows may all be equal, which would hide the difference.
-        given = (torch.arange(given.numel()) % 2).to(given.dtype).reshape(given.shape)
-        try:
-            with torch.no_grad():
-                whole = term(output, given, None, part.rows)
-                rows = [term(output[row : row + 1], given[row : row + 1], None, 1) for row in range(part.rows)]
-        except Exception as error:
-            log.info("%s cannot be tried row by row: %s", term.name, error)
-            continue
-        if not torch.isclose(sum(rows, torch.zeros(())), whole, rtol=1e-3, equal_nan=True):
-            raise DataError(
-                f"{term.name} is not a mean over rows: label_{at} {list(given.shape)} and output {at} "
-                f"{list(output.shape)} seem to be compared in all pairs; give them one shape, in the loss or by "
-                "label_shapes"
-            )
 
 
 def _check_writable(

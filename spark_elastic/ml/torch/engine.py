@@ -22,7 +22,7 @@ from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
 from spark_elastic.ml.torch.exact import ExactSteps
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import StepPlace
+from spark_elastic.ml.torch.model_step import ForwardResult, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
@@ -115,7 +115,7 @@ class TorchEngine(Engine):
             numbers, pieces = self._gradients(batch, stop)
         else:
             numbers, pieces, self._own_loss = self._exact.gradients(batch, at, stop)
-        self._apply()
+        self._apply(numbers, batch.global_rows)
         self.schedule.after_step()
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
@@ -141,28 +141,25 @@ class TorchEngine(Engine):
             The sums of losses and metrics of these rows followed by the stop flag, float64, and the metric states that
             were gathered. The optimizer's step reduces the vector with the gradients, to the sum over all workers.
         """
-        model, objective, metrics = self.model, self._objective, self.metrics
+        objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
-        counts: Sequence[float] = ()
-        if objective.normalised:
-            shares = torch.tensor(objective.counts(parts), dtype=torch.float64)
-            counts = hvd.allreduce_(shares, op=hvd.Sum).tolist()
         numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
         numbers[-1] = stop
         pieces: list[Piece] = []
+        counts: Sequence[float] = ()
         share = None
         passes = max(len(parts), self._passes_of_all(batch))
-        for number in range(passes):
+        results: Iterable[ForwardResult] = (self._forward(parts, number) for number in range(passes))
+        if objective.coupled:
+            results = list(results)
+            table = [torch.tensor(each.counts, dtype=torch.float64) for each in results[: len(parts)]]
+            counts = hvd.allreduce_(sum(table, torch.zeros(len(objective), dtype=torch.float64)), op=hvd.Sum).tolist()
+        for number, result in enumerate(results):
+            share = objective.share(result, batch.global_rows, counts)
             if number < len(parts):
-                part = parts[number]
-                with single_row_norm(model, part.rows):
-                    result = objective.forward(model, part)
-                share = objective.share(result, batch.global_rows, counts)
-                pieces.append(metrics.measure(result, part.rows, numbers))
+                pieces.append(metrics.measure(result, parts[number].rows, numbers))
             else:
-                with without_rows():
-                    result = objective.forward(model, self._maker.first_row)
-                share = objective.share(result, batch.global_rows, counts) * 0.0
+                share = share * 0.0
             if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
         self._own_loss = metrics.non_finite_loss(numbers.numpy())
@@ -172,25 +169,35 @@ class TorchEngine(Engine):
             share.backward()  # type: ignore[no-untyped-call]
         return numbers, all_pieces
 
+    def _forward(self, parts: Sequence[TorchBatch], number: int) -> ForwardResult:
+        """Run the forward pass of a part; of the first row without counting it, if this worker has fewer parts."""
+        if number >= len(parts):
+            with without_rows():
+                return self._objective.forward(self.model, self._maker.first_row)
+        with single_row_norm(self.model, parts[number].rows):
+            return self._objective.forward(self.model, parts[number])
+
     def _passes_of_all(self, batch: Batch) -> int:
         """Return how many forward passes every worker must make for this batch; 0: their numbers may differ."""
         if not any(layer.takes_part for layer in self._synchronised):
             return 0
         return min(self._training.accumulation, -(-batch.global_rows // self._size))
 
-    def _apply(self) -> None:
-        """Reduce, clip, and do the optimizer's step."""
+    def _apply(self, numbers: torch.Tensor, global_rows: int) -> None:
+        """Reduce, scale, clip, and do the optimizer's step; `numbers` are reduced with the gradients."""
         training, optimizer, exact = self._training, self.optimizer, self._exact is not None
         if self._size == 1 and not exact:
             # In a larger world a parameter without a gradient is reduced as zeros; one worker must do the same.
             for param in self._params:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-        if training.clip_norm is None and training.clip_value is None:
-            optimizer.step()
-            return
         if not exact:
             optimizer.synchronize()
+        counts = numbers[1 : self.metrics.rows_position : 2].tolist()
+        if (scale := self._objective.scale(counts, global_rows)) != 1.0:
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad.mul_(scale)
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._params, training.clip_norm)
         if training.clip_value is not None:

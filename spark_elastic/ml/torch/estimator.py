@@ -62,7 +62,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     Args:
         optimizer: An instance on the model's parameters, whose groups and options are kept; a class; or a function of
             the list of parameters.
-        loss: A module or function of (output, label); a list with one for each label.
+        loss: A module or function of (output, label); a list with one for each label. A loss of your own returns the
+            mean over the rows, a value for each row, or (numerator, denominator).
         metrics: Functions of (output, label) or torchmetrics metrics, by name.
         train_fn: Function (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained
             as loss(model(inputs), label). The batch has `inputs`, `labels`, `weights`, and `batch["features_0"]`.
@@ -79,7 +80,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     metrics: Param[Mapping[str, Any] | None]
     callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
-        "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
+        "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. "
+        "The loss is a mean over rows, a value for each row, or (numerator, denominator).",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)
@@ -109,6 +111,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         train_fn: Callable[..., Any] | None = None,
         loss_weights: Sequence[float] | None = None,
+        loss_is_per_worker: bool = False,
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -61,15 +61,10 @@ class ExactSteps:
         """
         model, objective, metrics, workers = self._model, self._objective, self._metrics, self.workers
         shards = self._parts(batch, (at.epoch, batch.start, _ROWS))
-        counts: Sequence[float] = ()
-        if objective.normalised:
-            table = torch.zeros((workers.count, len(objective)), dtype=torch.float64)
-            for index, parts in shards.items():
-                table[index] = torch.tensor(objective.counts(parts), dtype=torch.float64)
-            counts = tree_sum(workers.gather(table)).tolist()
+        key = (at.epoch, batch.start, _TRAIN)
+        counts = self._counts(shards, key) if objective.coupled else ()
         numbers = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
         pieces: list[Piece] = []
-        key = (at.epoch, batch.start, _TRAIN)
         computing = workers.compute(_bounds(batch), key, numbers, float(stop))
         while True:
             try:
@@ -86,6 +81,20 @@ class ExactSteps:
         own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else (), own_loss
+
+    def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
+        """Return the denominators of the losses for the whole batch, which a forward pass of each shard tells."""
+        workers = self.workers
+        table = torch.zeros((workers.count, len(self._objective)), dtype=torch.float64)
+        with torch.no_grad(), workers.buffers_kept() as put_back:
+            for index, parts in shards.items():
+                put_back()
+                workers.seed_shard(key, index)
+                for part in parts:
+                    with single_row_norm(self._model, part.rows):
+                        result = self._objective.forward(self._model, part)
+                    table[index] += torch.tensor(result.counts, dtype=torch.float64)
+        return tree_sum(workers.gather(table)).tolist()
 
     def seed_callbacks(self, event: CallbackEvent, epoch: int, position: int) -> None:
         """Seed the random generators for an event of callbacks; see `Engine.seed_callbacks`."""

@@ -18,7 +18,15 @@ import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.lightning_optimizers import settings_of
-from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, LoggedValue, ModelStep, StepPlace, TorchBatch
+from spark_elastic.ml.torch.model_step import (
+    ForwardResult,
+    LoggedName,
+    LoggedValue,
+    ModelStep,
+    StepPlace,
+    TorchBatch,
+    summed,
+)
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -229,9 +237,10 @@ class LightningStep(ModelStep):
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if loss is None and not model.training:
             return ForwardResult((), batch.labels, [torch.zeros(())], [0.0], values.logged)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if loss is None or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
             raise DataError(f"{name} must return a loss of one value, or a dict with 'loss', not {returned!r:.200}")
-        return ForwardResult((), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)], values.logged)
+        total, count = summed(name, loss, batch.rows)
+        return ForwardResult((), batch.labels, [total], [count], values.logged)
 
     @contextmanager
     def _attached(self, module: Any, values: _Log) -> Iterator[None]:

@@ -20,7 +20,7 @@ import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, LoggedValue
-from spark_elastic.ml.torch.objective import Objective
+from spark_elastic.ml.torch.objective import Objective, like
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
 from spark_elastic.reporting.history import FACTS
@@ -86,6 +86,8 @@ class _Torchmetric:
         metric = self._metric
         _move(metric, output)
         metric.reset()
+        if type(metric).__module__.startswith("torchmetrics.") and isinstance(output, torch.Tensor):
+            label = like(label, output.shape)  # they need equal shapes
         if self._classifies:
             output, label = probabilities(output, self._rule), class_numbers(label)
         metric.update(output, label)

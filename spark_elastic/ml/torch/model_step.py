@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spark_elastic.errors import DataError
+
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
@@ -59,9 +61,9 @@ class ForwardResult:
     """The outputs and losses of one forward pass.
 
     Attributes:
-        labels: the labels, in the shapes that were given to the losses.
+        labels: the labels, as their columns have them.
         sums: the sum of each loss over the rows: scalars with a graph.
-        counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
+        counts: the denominator of each sum's mean: the rows, or what the loss divides by instead.
         logged: values that the model has logged.
         rule: the rule for a prediction from the first output, if the model decides it; see `rule`.
     """
@@ -95,6 +97,39 @@ class StepPlace:
     local_rank: int = 0
 
 
+def summed(
+    name: str, value: Any, rows: int, weights: torch.Tensor | None = None, adds: bool = False
+) -> tuple[torch.Tensor, float]:
+    """Return a loss that was computed of some rows as the sum over them, and the denominator of its mean.
+
+    Args:
+        name: what errors call the loss.
+        rows: the number of rows.
+        value: the mean over the rows; a value, or several, for each of them; or (numerator, denominator).
+        weights: the sample weights, which need a value or a numerator for each row.
+        adds: a value is a sum, not a mean.
+
+    Raises:
+        DataError: it is something else.
+    """
+    count = float(rows)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        value, denominator = value
+        count, adds = float(torch.as_tensor(denominator).detach().sum()), True
+    if isinstance(value, torch.Tensor):
+        if value.dim() and value.shape[0] == rows:
+            values = value.reshape(rows, -1)
+            by_row = values.sum(1) if adds else values.mean(1)
+            return (by_row.sum() if weights is None else by_row @ weights.to(by_row.dtype)), count
+        if value.numel() == 1 and weights is None:
+            return (value.reshape(()) if adds else value.reshape(()) * rows), count
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.200}"
+    wanted = "with sample weights it has to return" if weights is not None else "it has to return their mean, or"
+    raise DataError(
+        f"{name} returned {found} for {rows} rows; {wanted} a value for each row, or (numerator, denominator)"
+    )
+
+
 class ModelStep(ABC):
     """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well.
 
@@ -103,7 +138,6 @@ class ModelStep(ABC):
         decides: the settings that the model decides, which must not be set.
         makes_optimizer: `configured` returns an optimizer.
         label_dtype: the type that the model needs for labels that are numbers; None: as in their columns.
-        normalised: the loss is not a mean over rows, and `count` is its denominator.
         exact: a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it.
     """
 
@@ -111,7 +145,6 @@ class ModelStep(ABC):
     decides: tuple[str, ...] = ()
     makes_optimizer = False
     label_dtype: str | None = None
-    normalised = False
     exact = False
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
@@ -127,10 +160,6 @@ class ModelStep(ABC):
 
     def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
-
-    def count(self, batch: TorchBatch) -> float:
-        """Return the denominator of the mean over these rows that the model returns as its loss."""
-        return float(batch.rows)
 
     @abstractmethod
     def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:

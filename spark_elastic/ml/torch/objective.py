@@ -1,7 +1,9 @@
 """The batches of a module as tensors, and its losses as sums over rows, which the workers' shares of a batch add up to.
 
 A worker's gradient is that of (sum over its rows) / (rows of the whole batch). Gradients are then summed, not averaged,
-so neither the number of workers nor an uneven division of the last batch changes a step.
+so neither the number of workers nor an uneven division of the last batch changes a step. A loss that divides by
+something else than rows, such as the labels that are not ignored, gives that denominator with its sum. The denominators
+travel with the gradients, which are then scaled; only several losses need them before the backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from spark_elastic.ml.preparation import (
     ragged_column_error,
     split_evenly,
 )
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPlace, TorchBatch
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPlace, TorchBatch, summed
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
 
@@ -97,11 +99,43 @@ _RULES: Mapping[Any, str] = {
 }
 """The rule for a prediction from the output of torch's losses, which are classes and functions."""
 
+_KNOWN = {
+    *_RULES,
+    *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss),
+}
+"""The losses of torch that take an output and a label."""
+_COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}
+"""Those whose mean is divided by the (class weights of the) labels that are not ignored."""
+
+
+def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the module or function below `functools.partial`, and the keywords that were bound."""
+    settings: dict[str, Any] = {}
+    while isinstance(loss, functools.partial) and not loss.args:
+        settings = {**loss.keywords, **settings}
+        loss = loss.func
+    return loss, settings
+
 
 def rule(loss: Any) -> str | None:
     """Return the rule for a prediction from an output of this loss, as in the setting `prediction`; None: unknown."""
+    loss, _ = _unwrapped(loss)
     kinds = [loss] if inspect.isroutine(loss) else type(loss).__mro__
     return next((_RULES[kind] for kind in kinds if kind in _RULES), None)
+
+
+def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
+    """Return which of torch's losses this is, and a function of (name, default) that reads its settings.
+
+    None for a user's own loss: another function, or a subclass with a `forward`, which may do anything.
+    """
+    inner, settings = _unwrapped(loss)
+    if inspect.isroutine(inner):
+        legacy = {"size_average", "reduce"} & settings.keys()  # they override reduction
+        return (inner if inner in _KNOWN and not legacy else None), settings.get
+    kind = next((each for each in type(inner).__mro__ if each in _KNOWN), None)
+    own = kind is None or settings or type(inner).forward is not kind.forward
+    return (None if own else kind), lambda name, default: getattr(inner, name, default)
 
 
 def label_dtype(loss: Any) -> str | None:
@@ -118,56 +152,71 @@ def label_dtype(loss: Any) -> str | None:
 
 
 class LossTerm:
-    """One loss of one output and one label, as a sum over rows.
+    """One loss of one output and one label, as a sum over rows and the denominator of its mean.
 
-    Without sample weights, a loss may return the mean over the rows, a value for each row or, with `reduction="sum"`,
-    their sum. With sample weights, it must be able to return a value for each row.
+    A user's own loss may return the mean over the rows, a value for each row, or (numerator, denominator). With sample
+    weights, it must be able to return a value, or a numerator, for each row.
     """
 
     def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
-        self.name = getattr(loss, "__name__", type(loss).__name__)
-        self.is_sum = getattr(loss, "reduction", "mean") == "sum"
-        self.normalised = (
-            isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-            and loss.reduction == "mean"
-            and (loss.weight is not None or loss.ignore_index != -100)
-        )
-        """The loss divides by the sum of class weights, or by the labels that are not ignored; see `count`."""
+        kind, setting = _known(loss)
+        self.name = getattr(kind or loss, "__name__", type(loss).__name__)
+        self.own = kind is None
         self.rule = rule(loss)
         self.of_classes = self.rule == "argmax"
-        self.of_numbers = self.rule is not None and not self.of_classes
-        """Labels are numbers, which are given the output's shape. A user's own loss must do this itself."""
+        reduction = getattr(loss, "reduction", "mean") if self.own else setting("reduction", "mean")
+        self.is_sum = reduction == "sum"
+        self.counted = kind in _COUNTED and reduction == "mean"
+        """The loss divides by the sum of class weights, or by the labels that are not ignored; see `_count`."""
+        divided = self.counted or (reduction == "batchmean" and not self.own)
+        self._adds = self.is_sum or divided
+        """What the loss returns is a sum over the elements of a row, or of all rows."""
+        self._weight, self._ignored = setting("weight", None), setting("ignore_index", -100)
         self._loss = loss
         if weighted:
             self._loss = _with_reduction(loss, "none") or loss
-        elif self.normalised:
+        elif divided:
             self._loss = _with_reduction(loss, "sum") or loss
 
-    def count(self, label: torch.Tensor) -> float:
-        """Return what these rows add to the denominator of a normalised loss."""
-        loss: Any = self._loss
+    def shaped(self, label: torch.Tensor, output: torch.Tensor, at: int) -> torch.Tensor:
+        """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it.
+
+        Raises DataError if the shapes differ by more than a last axis of 1: torch would broadcast, or compare other
+        pairs.
+        """
+        if self.own or not isinstance(output, torch.Tensor):
+            return label
+        wanted = output.shape
+        if self.of_classes and not (label.is_floating_point() and label.dim() == output.dim()):
+            wanted = output.shape[:1] + output.shape[2:]
+        label = like(label, wanted)
+        if label.shape != wanted:
+            raise DataError(
+                f"{self.name} needs labels of shape {list(wanted)} for output {at} of shape {list(output.shape)}, and "
+                f"label_{at} has the shape {list(label.shape)}; give each row the right shape by label_shapes, or "
+                "change the model's output"
+            )
+        return label
+
+    def _count(self, label: torch.Tensor) -> float:
         if label.is_floating_point():  # a probability for each class, for which torch divides by the rows
             return float(label.numel() // label.shape[1])
-        counted = label[label != loss.ignore_index]
-        return float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
+        counted = label[label != self._ignored] if self._weight is not None else (label != self._ignored).sum()
+        return float(counted if self._weight is None else self._weight[counted].sum())
 
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
-    ) -> torch.Tensor:
-        """Return the sum of the loss over the rows; raise DataError if the loss returned a wrong shape."""
-        value: torch.Tensor = self._loss(output, label)
-        if weights is not None:
-            if value.dim() == 0 or value.shape[0] != rows:
-                raise DataError(
-                    f"{self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows; with sample weights "
-                    "it has to return a value for each row"
-                )
-            return _of_rows(value, self.is_sum) @ weights.to(value.dtype)
-        if value.dim() == 0:
-            return value if self.is_sum or self.normalised else value * rows
-        if value.shape[0] != rows:
-            raise DataError(f"{self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows")
-        return _of_rows(value, self.is_sum).sum()
+    ) -> tuple[torch.Tensor, float]:
+        """Return the sum of the loss over the rows, and its denominator; raise DataError for values of a wrong shape.
+
+        The denominator is that of the mean without sample weights: the number of rows, but for a loss with its own.
+        """
+        total, count = summed(self.name, self._loss(output, label), rows, weights, adds=self._adds)
+        if not self.counted:
+            return total, count
+        # by row, so that the denominator is the number of rows if no label is ignored, and no gradient need be scaled
+        a_row = label.numel() // rows // (label.shape[1] if label.is_floating_point() else 1)
+        return total / a_row, self._count(label) / a_row
 
 
 class Objective:
@@ -199,6 +248,8 @@ class Objective:
         self.weights = list(loss_weights or [1.0] * count)
         if len(self.weights) != count:
             raise InvalidSettingsError(f"{len(self.weights)} loss_weights were given for {count} losses")
+        self.coupled = count > 1 and any(term.own or term.counted for term in self.terms)
+        """Several losses may have denominators of their own, which `share` needs: the `counts` of all results."""
 
     def __len__(self) -> int:
         return max(1, len(self.terms))
@@ -208,19 +259,6 @@ class Objective:
         if which is None:
             return self.terms[0].rule if len(self.terms) == 1 else None
         return self.terms[which].rule if 0 <= which < len(self.terms) else None
-
-    @property
-    def normalised(self) -> bool:
-        return any(term.normalised for term in self.terms) or (self._step is not None and self._step.normalised)
-
-    def counts(self, parts: Sequence[TorchBatch]) -> list[float]:
-        """Return what this worker's rows add to the denominators of the normalised losses; 0 for the others."""
-        if self._step is not None:
-            return [sum(map(self._step.count, parts))]
-        return [
-            sum(term.count(part.labels[at]) for part in parts) if term.normalised else 0.0
-            for at, term in enumerate(self.terms)
-        ]
 
     def set_mode(self, model: torch.nn.Module, training: bool) -> None:
         """Put the model in training mode or in eval mode."""
@@ -241,46 +279,56 @@ class Objective:
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
         outputs = outputs_of(model(*batch.inputs))
-        labels = batch.labels
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
-        if labels:
-            labels = tuple(
-                shaped_like(label, output, term.of_numbers)
-                for term, label, output in zip(self.terms, labels, outputs, strict=False)
-            )
-        sums, counts = [], []
+        pairs = []
         for at, term in enumerate(self.terms):
-            label = labels[at] if labels else batch.inputs[0]
+            label = batch.labels[at] if batch.labels else batch.inputs[0]
+            label = term.shaped(label, outputs[at], at)
             try:
-                sums.append(term(outputs[at], label, batch.weights, batch.rows))
+                pairs.append(term(outputs[at], label, batch.weights, batch.rows))
             except IndexError as error:
                 raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
-            counts.append(term.count(label) if term.normalised else float(batch.rows))
-        return ForwardResult(outputs, labels, sums, counts)
+        return ForwardResult(outputs, batch.labels, [total for total, _ in pairs], [count for _, count in pairs])
 
     def _forward_by_train_fn(self, train_fn: Any, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         returned = train_fn(model, batch)
-        loss, outputs = returned if isinstance(returned, tuple) else (returned, ())
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise DataError(f"train_fn must return a loss of one value, or (loss, outputs), not {returned!r:.200}")
-        return ForwardResult(outputs_of(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
+        loss, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
+        if not isinstance(loss, tuple) and _is_number(outputs):  # (numerator, denominator) without outputs
+            loss, outputs = returned, ()
+        by_row = isinstance(loss, torch.Tensor) and loss.shape == (batch.rows,) and batch.rows > 1
+        either = by_row and isinstance(outputs, torch.Tensor) and outputs.shape == loss.shape
+        if either or (isinstance(loss, torch.Tensor) and loss.numel() != 1 and not by_row):
+            raise DataError(
+                "train_fn must return a loss or (loss, outputs), where the loss is one value, a value for each row, or "
+                "(numerator, denominator); without outputs as ((numerator, denominator), ()). It returned "
+                f"{returned!r:.200}"
+            )
+        total, count = summed("train_fn", loss, batch.rows)
+        return ForwardResult(outputs_of(outputs), batch.labels, [total], [count])
 
-    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
+    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float] = ()) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
-        `global_rows` are the rows of the whole batch, and `global_counts` are the `counts` of all workers, added up.
+        They do so up to the `scale` of their gradients. `global_rows` are the rows of the whole batch; for `coupled`
+        losses, `global_counts` are the `counts` of all results of it, added up.
         """
-        divisors = [float(global_rows)] * len(self)
-        if self._step is not None and self._step.normalised:
-            divisors[0] = global_counts[0] or 1.0
+        divisors = [count or 1.0 for count in global_counts] or [float(global_rows)] * len(self)
         for at, term in enumerate(self.terms):
-            if term.normalised:
-                divisors[at] = global_counts[at] or 1.0
-            elif term.is_sum:
+            if term.is_sum:
                 divisors[at] = 1.0
         parts = zip(result.sums, self.weights, divisors, strict=True)
         return functools.reduce(torch.add, [value * (weight / divisor) for value, weight, divisor in parts])
+
+    def scale(self, counts: Sequence[float], global_rows: int) -> float:
+        """Return the factor by which the sum of all gradients becomes that of the batch's loss.
+
+        `counts` are those of all results of the batch, added up. The factor is 1 for a loss whose mean is one over
+        rows, and without ignored labels.
+        """
+        if self.coupled or len(self) > 1 or not counts[0] or any(term.is_sum for term in self.terms):
+            return 1.0
+        return global_rows / counts[0]
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ...
@@ -294,16 +342,14 @@ class Objective:
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
 
 
-def shaped_like(label: torch.Tensor, output: torch.Tensor, of_numbers: bool = False) -> torch.Tensor:
-    """Give labels that are numbers the output's shape, if both have as many values.
+def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return the label in this shape, if the two differ by a last axis of 1 alone; else as it is."""
+    shape = tuple(shape)
+    return label.reshape(shape) if shape in ((*label.shape, 1), label.shape[:-1]) and shape != label.shape else label
 
-    Integers are class numbers, unless the loss is one `of_numbers`. Labels [rows] and an output [rows, 1] would be
-    broadcast to [rows, rows], which no loss reports as an error.
-    """
-    numbers = of_numbers or label.is_floating_point()
-    if numbers and label.shape != output.shape and label.numel() == output.numel():
-        return label.view(output.shape)
-    return label
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
@@ -322,18 +368,11 @@ def outputs_of(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
-    """Reduce values of shape [rows, ...] to one value for each row: their sum, or their mean."""
-    if value.dim() == 1:
-        return value
-    flat = value.flatten(1)
-    return flat.sum(1) if sums else flat.mean(1)
-
-
 def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:
     """Return the same loss with another reduction; None if its reduction cannot be chosen."""
-    if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
-        other: Any = copy.copy(loss)
+    inner, _ = _unwrapped(loss)
+    if isinstance(inner, torch.nn.Module) and hasattr(inner, "reduction"):
+        other: Any = copy.copy(inner)
         other.reduction = reduction
         return other  # type: ignore[no-any-return]
     try:

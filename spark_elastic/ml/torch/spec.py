@@ -27,10 +27,12 @@ class TorchTraining(Training):
     Attributes:
         model: the module, on the CPU.
         optimizer: an instance on the model's parameters, a class, or a function of the parameters that returns one.
-        loss: a function of (output, label), or one for each label. None: `train_fn` computes the loss.
+        loss: a function of (output, label), or one for each label. One of torch gets labels with or without a last axis
+            of 1, as it needs them, another one as their columns have them; see `objective.LossTerm` for what it may
+            return. None: `train_fn` computes the loss.
         loss_weights: factors of the losses in the total loss.
         train_fn: a function of (model, TorchBatch) that returns the loss, or (loss, outputs) if metrics need the
-            outputs. The loss is a mean over the rows of the batch. It is also called for validation, without gradients
+            outputs. The loss is what a user's own loss may return. It is also called for validation, without gradients
             and in eval mode.
         metrics: metrics by name. Each is a torchmetrics metric, or a function of (output, label) that returns the mean
             over the rows or a value for each row. With several outputs, output and label are tuples; give

@@ -44,19 +44,19 @@ class ModelLoss(ModelStep):
 
     decides = ("loss", "loss_weights", "sample_weight_col")
     name = "the model"
-    normalised = True
     exact = True
 
     def __init__(self, labels: Sequence[str], shifted: bool, classes: bool) -> None:
         self._labels, self._shifted, self._classes = tuple(labels), shifted, classes
         self.label_dtype = INTEGER if classes else None
 
-    def count(self, batch: TorchBatch) -> float:
+    def _count(self, batch: TorchBatch) -> float:
+        """Return the labels that count, in rows, so that gradients are scaled by little."""
         label = batch.labels[0]
         if label.is_floating_point():
             return float(batch.rows)
         counted = label[:, 1:] if self._shifted and label.dim() > 1 else label
-        return float((counted != _IGNORED_LABEL).sum())
+        return float((counted != _IGNORED_LABEL).sum()) * batch.rows / max(1, counted.numel())
 
     def __call__(self, model: NamedInputs, batch: TorchBatch) -> ForwardResult:
         inputs = dict(zip(model.inputs, batch.inputs, strict=True))
@@ -67,7 +67,7 @@ class ModelLoss(ModelStep):
                 f"{type(model.model).__name__} must return an object whose .loss is one number, not {loss!r:.200}; "
                 f"label_cols must be named as the arguments of its forward, and are {', '.join(self._labels)}"
             )
-        count, outputs = self.count(batch), outputs_in(output)
+        count, outputs = self._count(batch), outputs_in(output)
         total = loss.reshape(()) * count if count else _zero_of(outputs, loss)
         whole = not batch.labels[0].is_floating_point()
         rule = "argmax" if self._classes and whole else None

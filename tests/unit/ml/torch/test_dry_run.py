@@ -108,7 +108,11 @@ def frozen() -> nn.Module:
         ({"model": expanded(), "optimizer": torch.optim.SGD}, InvalidSettingsError, "SGD cannot change"),
         ({"model": Locked()}, NotPicklableError, r"model \(Locked\) cannot be sent .*lock"),
         ({"loss": locked_loss()}, NotPicklableError, "loss .*cannot be sent .*lock"),
-        ({"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER}, DataError, "Using a target size"),
+        (
+            {"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER},
+            DataError,
+            r"MSELoss needs .* shape \[4, 4\]",
+        ),
         ({"loss": all_pairs, "model": nn.Linear(6, 1), **OTHER}, DataError, r"label_0 \[4\] and output 0 \[4, 1\]"),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
@@ -232,3 +236,117 @@ def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, capl
     model = estimator(metrics={"share": share, "right": by_row}, epochs=1).from_dataset_path(dataset)
     assert "the metric share returns one number for the rows that it is given" in caplog.text
     assert model.history["share"] == pytest.approx(model.history["right"])
+
+
+# --- a user's own losses and metrics --------------------------------------------------------------
+
+ONE = {"model": nn.Linear(6, 1), "optimizer": torch.optim.SGD}
+SCORES = {"model": nn.Linear(6, 3), "optimizer": torch.optim.SGD}
+
+
+class Picture(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).reshape(-1, 1, 2, 2)
+
+
+PICTURE = {"model": Picture(6, 4), "optimizer": torch.optim.SGD, "transformation_fn": lambda columns: pictures(columns)}
+
+
+def pictures(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "label_0": columns["features_0"][:, :4].reshape(-1, 2, 2)}
+
+
+def pixels(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output.sigmoid() - label).abs().flatten(1).mean(1)
+
+
+def difference(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output.squeeze(1) - label).square().mean()
+
+
+def distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().mean().sqrt()
+
+
+def called(loss: Any) -> Any:
+    return lambda model, batch: loss(model(*batch.inputs), batch.labels[0])
+
+
+def unlabelled(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, label)
+
+
+def contrastive(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    squares = output.square().sum(1)
+    apart = output.square().sum(1, keepdim=True) + squares - 2 * output @ output.T
+    return (apart * (label[:, None] == label[None, :])).mean()
+
+
+def of_token(output: torch.Tensor, label: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    found = nn.functional.cross_entropy(output, label, reduction="none")
+    return found if reduction == "none" else found.sum() / (label != -100).sum()
+
+
+class Normalised(nn.Module):
+    """Dropout and batch statistics, in the model itself and in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.head = nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(x)))
+
+
+@pytest.fixture(scope="module")
+def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """A dataset whose 71st row has a label of -100, and every row a weight of 1."""
+    rows = {"features_0": torch.randn(96, 6).numpy(), "label_0": (torch.arange(96) % 3).numpy()}
+    rows["label_0"][70] = -100
+    return pack(rows, tmp_path_factory.mktemp("ignoring"), shards=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (
+            {**ONE, "loss": difference, "metrics": {"far": distance}},
+            DataError,
+            r"metric far .*label_0 \[4\], output 0",
+        ),
+        ({**ONE, "loss": difference, "metrics": {"far": (0, all_pairs)}}, DataError, "metric far compares each output"),
+        ({**ONE, "loss": None, "train_fn": called(all_pairs)}, DataError, r"train_fn compares .* label_0 \[4\]"),
+        ({**PICTURE, "loss": pixels}, DataError, r"pixels compares .* shapes \[4, 1, 2, 2\] and \[4, 2, 2\]"),
+        ({**SCORES, "loss": contrastive}, InvalidSettingsError, "contrastive is not a mean .*loss_is_per_worker=True"),
+        ({**SCORES, "loss": None, "train_fn": called(contrastive)}, InvalidSettingsError, "train_fn is not a mean"),
+    ],
+)
+def test_own_function_that_compares_other_rows_is_refused(
+    changes: dict[str, Any], error: Any, said: str, dataset: Dataset
+) -> None:
+    with pytest.raises(error, match=f"(?s){said}"):
+        estimator(**changes).from_dataset_path(dataset)
+
+
+@pytest.mark.parametrize("loss", [unlabelled, of_token], ids=["cross entropy", "own mean"])
+def test_scalar_over_labels_that_count_is_refused_by_its_numbers(loss: Any, ignoring: Dataset) -> None:
+    said = r"not a mean over rows: for the first 96 rows together it is [\d.]+, and .* 96 parts .* \(numerator, denom"
+    with pytest.raises(InvalidSettingsError, match=said):
+        estimator(**SCORES, loss=loss).from_dataset_path(ignoring)
+    estimator(**SCORES, loss=loss, loss_is_per_worker=True, epochs=1).from_dataset_path(ignoring)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**SCORES, "loss": None, "train_fn": called(unlabelled), "model": Normalised()},
+        {**ONE, "loss": difference, "metrics": {"far": difference}},
+        {**ONE, "loss": lambda output, label: nn.functional.mse_loss(output.squeeze(1), label.float())},
+        {**SCORES, "loss": lambda output, label: nn.CrossEntropyLoss(label_smoothing=0.1)(output.squeeze(), label)},
+        {**SCORES, "loss": unlabelled, "metrics": {"within": contrastive}},
+        {**SCORES, "loss": lambda output, label: unlabelled(output + 0.1 * torch.randn(output.shape), label)},
+        {**SCORES, "loss": contrastive, "loss_is_per_worker": True},
+    ],
+)
+def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset: Dataset) -> None:
+    assert len(estimator(**changes, epochs=1).from_dataset_path(dataset).history) == 1

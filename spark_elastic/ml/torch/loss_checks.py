@@ -1,0 +1,261 @@
+"""Try a user's own losses and metrics on the driver: which rows they compare, and if parts add up to the whole."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.preparation import LABEL, split_evenly
+from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
+from spark_elastic.ml.torch.objective import BatchMaker, LossTerm, Objective
+from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.training.engine import first_rows
+
+log = logging.getLogger("spark_elastic.ml")
+
+_ROWS, _BYTES = 251, 1 << 24
+"""The most rows on which a loss is tried, because labels that it ignores may be rare, and their size."""
+
+
+@contextmanager
+def broadcast_is_an_error() -> Iterator[None]:
+    """Raise where torch warns of a loss that compares each output with the labels of all rows."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")
+        yield
+
+
+# --- all pairs ------------------------------------------------------------------------------------
+
+
+class _Broadcasts(TorchDispatchMode):
+    """Finds an operation that broadcasts [rows, 1] and [rows] to [rows, rows]."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self.shapes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and len({each.dim() for each in tensors}) > 1:
+            grown = out.shape.count(self._rows) > max(each.shape.count(self._rows) for each in tensors)
+            # a tensor that is compared with itself is meant so
+            if grown and len({each.untyped_storage().data_ptr() for each in tensors}) > 1:
+                self.shapes = [list(each.shape) for each in tensors]
+        return out
+
+
+def _all_pairs(call: Callable[[tuple[Any, ...]], Any], labels: Sequence[Any], rows: int) -> list[list[int]]:
+    """Return the shapes that user code broadcasts because a label has an axis of 1 more or less; [] if it does not.
+
+    Code that compares rows with one another on purpose does so with labels of any shape.
+    """
+
+    def broadcast(labels: Sequence[Any]) -> list[list[int]] | None:
+        try:
+            with _Broadcasts(rows) as found:
+                call(tuple(labels))
+        except Exception as error:
+            log.info("it is not known which rows are compared: %s", error)
+            return None
+        return found.shapes
+
+    if rows < 2:
+        return []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = broadcast(labels)
+        if not shapes:
+            return []
+        others = [broadcast([_other_shape(each, axis) for each in labels]) for axis in (-1, 1)]
+    return shapes if [] in others or others == [None, None] else []
+
+
+def _other_shape(label: Any, axis: int) -> Any:
+    """Return a label without this axis if it is 1, else with one there; [rows] becomes [rows, 1]."""
+    if not isinstance(label, torch.Tensor):
+        return label
+    return label.squeeze(axis) if label.dim() > 1 and label.shape[axis] == 1 else label.unsqueeze(axis)
+
+
+def _all_pairs_error(name: str, shapes: Sequence[Sequence[int]], what: str) -> DataError:
+    return DataError(
+        f"{name} compares each output with the labels of all rows: {what}, and shapes "
+        f"{' and '.join(str(list(each)) for each in shapes)} are broadcast to all pairs; give output and label one "
+        "shape, in your function or by label_shapes"
+    )
+
+
+def check_metrics(training: TorchTraining, objective: Objective, result: ForwardResult, rows: int) -> None:
+    """Raise DataError if a metric compares each output with the labels of all rows."""
+    for name, metric in training.metrics.items():
+        accumulator = TorchMetricAccumulator(objective, {name: metric})
+
+        def call(labels: tuple[Any, ...], accumulator: TorchMetricAccumulator = accumulator) -> Any:
+            sums = torch.zeros(accumulator.width, dtype=torch.float64)
+            return accumulator.measure(replace(result, labels=labels, logged={}), rows, sums)
+
+        if shapes := _all_pairs(call, result.labels, rows):
+            raise _all_pairs_error(f"the metric {name}", shapes, _shapes_of(result))
+
+
+def _shapes_of(result: ForwardResult) -> str:
+    named = [(f"{LABEL}{at}", each) for at, each in enumerate(result.labels)]
+    named += [(f"output {at}", each) for at, each in enumerate(result.outputs)]
+    return ", ".join(f"{name} {list(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
+
+
+# --- sums over rows -------------------------------------------------------------------------------
+
+
+def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
+    """Try a user's own losses, or `train_fn`, on the first rows: whole against their parts.
+
+    Raises:
+        DataError: a loss compares each output with the labels of all rows.
+        InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set.
+    """
+    if training.loss_is_per_worker:
+        return
+    if training.train_fn is not None:
+        _check_train_fn(training, objective, part)
+        return
+    losses = training.loss if isinstance(training.loss, Sequence) else [training.loss] * len(objective)
+    own = [at for at, term in enumerate(objective.terms) if term.own]
+    batch = _more_rows(training, part, result.outputs) if own else part
+    for at in own:
+        _check_term(losses[at], objective.terms[at], at, part, result.outputs[at].detach(), batch)
+
+
+def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any] = ()) -> TorchBatch:
+    """Return as many rows as can be tried cheaply; fewer without outputs, which the model then has to compute."""
+    tensors = [each for each in (*part.tensors.values(), *outputs) if isinstance(each, torch.Tensor)]
+    a_row = sum(each.nbytes for each in tensors) // part.rows
+    if not outputs:
+        a_row += sum(each.nbytes for each in training.model.parameters()) // 4
+    rows = max(part.rows, min(_ROWS, _BYTES // max(1, a_row)))
+    try:
+        return BatchMaker(training, torch.device("cpu")).parts(first_rows(training, rows), 1)[0]
+    except Exception as error:  # of transformation_fn, which has taken fewer rows
+        log.info("no more rows can be tried: %s", error)
+        return part
+
+
+def _check_term(loss: Any, term: LossTerm, at: int, part: TorchBatch, output: torch.Tensor, batch: TorchBatch) -> None:
+    alone = LossTerm(loss, weighted=False)
+    if part.labels:
+        label = part.labels[at]
+        shapes = _all_pairs(lambda labels: alone(output, labels[0], None, part.rows), [label], part.rows)
+        if shapes:
+            what = f"{LABEL}{at} {list(label.shape)} and output {at} {list(output.shape)}"
+            raise _all_pairs_error(term.name, shapes, what)
+    label = batch.labels[at] if batch.labels else batch.inputs[0]
+    # The model's outputs for the first rows, over and over. They differ in size, and remain logits or probabilities.
+    outputs = output[torch.arange(batch.rows) % len(output)]
+    if outputs.is_floating_point():
+        sizes = torch.rand(outputs.shape, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
+        outputs = outputs * sizes.to(outputs.dtype)
+    ones = None if batch.weights is None else torch.ones_like(batch.weights)
+
+    def whole() -> tuple[torch.Tensor, float]:  # without sample weights, which change nothing if all are 1
+        return alone(outputs, label, None, batch.rows)
+
+    def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
+        return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
+
+    _compare(term.name, whole, of, batch.rows)
+
+
+def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
+    model, of_model = training.model, isinstance(training.train_fn, ModelStep)
+    name = f"the loss of {training.train_fn.name}" if isinstance(training.train_fn, ModelStep) else "train_fn"
+    modes = [(module, module.training) for module in model.modules()]
+    batch = _more_rows(training, part)
+    try:
+        # Layers are in eval mode, because dropout and batch statistics differ between the whole and its parts. The
+        # model itself is in training mode where eval mode would mean a validation.
+        model.eval()
+        model.training = of_model
+        shapes = _all_pairs(lambda labels: objective.forward(model, _with_labels(part, labels)), part.labels, part.rows)
+        if shapes:
+            what = ", ".join(f"{LABEL}{at} {list(each.shape)}" for at, each in enumerate(part.labels))
+            raise _all_pairs_error(name, shapes, what)
+
+        def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
+            result = objective.forward(model, _cut(batch, start, stop))
+            return result.sums[0], result.counts[0]
+
+        _compare(name, lambda: of(0, batch.rows), of, batch.rows)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _with_labels(part: TorchBatch, labels: tuple[Any, ...]) -> TorchBatch:
+    named = {f"{LABEL}{at}": each for at, each in enumerate(labels)}
+    return replace(part, labels=labels, tensors={**part.tensors, **named})
+
+
+def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:
+    def rows(value: Any) -> Any:
+        return None if value is None else value[start:stop]
+
+    tensors: Mapping[str, Any] = {name: rows(value) for name, value in batch.tensors.items()}
+    inputs, labels = tuple(map(rows, batch.inputs)), tuple(map(rows, batch.labels))
+    return TorchBatch(inputs, labels, rows(batch.weights), stop - start, tensors)
+
+
+def _compare(
+    name: str,
+    whole: Callable[[], tuple[torch.Tensor, float]],
+    of: Callable[[int, int], tuple[torch.Tensor, float]],
+    rows: int,
+) -> None:
+    """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
+
+    A loss that is random, or cannot be computed of a part, is not judged.
+    """
+    if rows < 2:
+        return None
+    found: list[tuple[torch.Tensor, float]] = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for edges in (split_evenly(rows, rows), [(0, (rows + 2) // 3), ((rows + 2) // 3, rows)]):
+            try:
+                found = [of(*each) for each in edges]
+                again, expected = of(*edges[0]), whole()
+            except Exception as error:
+                log.info("%s cannot be tried on %d parts: %s", name, len(edges), error)
+                continue
+            break
+        else:
+            return None
+    first = float(found[0][0])
+    if not math.isclose(float(again[0]), first, rel_tol=1e-6) and not math.isnan(first):
+        return log.info("%s is random, so it is not known if it is a mean over rows", name)
+    count = sum(part[1] for part in found)
+    if not count or not expected[1] or not math.isfinite(loss := float(expected[0]) / expected[1]):
+        return None
+    sums = [float(part[0]) for part in found]
+    parts, size = sum(sums) / count, sum(map(abs, sums)) / count
+    if abs(parts - loss) <= max(1e-4, 8 * torch.finfo(expected[0].dtype).eps) * size:
+        return None
+    raise InvalidSettingsError(
+        f"{name} is not a mean over rows: for the first {rows} rows together it is {loss:.6g}, and the mean of its "
+        f"values for {len(found)} parts of them is {parts:.6g}, so the result would depend on the number of workers "
+        "that share a batch. Let it return a value for each row; or (numerator, denominator), such as the sum over "
+        "the labels that count and their number; or set loss_is_per_worker=True, to average it over the workers' "
+        "shares as it is"
+    )
