@@ -545,7 +545,7 @@ class ElasticEstimator(
             )
         same = (
             *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
-            *("per_worker_batch_size", "input_shapes", "label_shapes"),
+            *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker"),
         )
         return {
             "dataset": dataset,

@@ -113,6 +113,14 @@ class ModelParams(ElasticParams):
         "factor of each loss in their sum; only with several. Default: 1 each.", to.numbers_list
     )
     getLossWeights, setLossWeights = accessors(loss_weights)
+    loss_is_per_worker: Param[bool] = setting(
+        "average a scalar loss that is no mean over rows, such as one that compares the rows of a batch with each "
+        "other, over the workers' shares of the batch as it is, weighted by their rows; the result then depends on "
+        "their number. False: such a loss is refused before workers start.",
+        to.boolean,
+        default=False,
+    )
+    getLossIsPerWorker, setLossIsPerWorker = accessors(loss_is_per_worker)
     metrics: Param[Any] = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
     getMetrics, setMetrics = accessors(metrics)
     callbacks: Param[Any] = setting(

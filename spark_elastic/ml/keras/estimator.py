@@ -133,6 +133,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         optimizer: keras.Optimizer | str | Mapping[str, Any] | None = None,
         loss: KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None = None,
         loss_weights: Sequence[float] | Mapping[str, float] | None = None,
+        loss_is_per_worker: bool = False,
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,

@@ -109,6 +109,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         train_fn: Callable[..., Any] | None = None,
         loss_weights: Sequence[float] | None = None,
+        loss_is_per_worker: bool = False,
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,

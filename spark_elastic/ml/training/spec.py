@@ -103,6 +103,7 @@ class Training:
     num_threads: int | None = None
     input_shapes: Sequence[Sequence[int] | None] | None = None
     label_shapes: Sequence[Sequence[int] | None] | None = None
+    loss_is_per_worker: bool = False
     prefetch: int = 3
     cache_dir: str | None = None
     cache_bytes: int | None = None
