@@ -131,7 +131,7 @@ class KerasMetricAccumulator(MetricAccumulator):
         self._sizes = [first.size for first in self._first]
         self._states = sum(self._sizes)
         self._starts = dict(zip(map(id, self._variables), np.cumsum([0, *self._sizes]).tolist(), strict=False))
-        self._means = [each for each in _single(model.metrics) if isinstance(each, keras.metrics.Mean)]
+        self._means = [each for each in single_metrics(model.metrics) if isinstance(each, keras.metrics.Mean)]
         self.loss_positions = self._loss_means()
         self._steps = {"": model.train_step, "val_": model.test_step}
         self.returned: dict[str, list[str]] = {"": [], "val_": []}
@@ -231,6 +231,6 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or (shape is not None and tuple(shape) == ())
 
 
-def _single(metrics: Sequence[Any]) -> list[Any]:
+def single_metrics(metrics: Sequence[Any]) -> list[Any]:
     """Return the metrics one by one; Keras puts those of `compile` into a container that is a metric itself."""
     return [each for metric in metrics for each in (getattr(metric, "metrics", None) or [metric])]

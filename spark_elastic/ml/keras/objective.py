@@ -115,7 +115,7 @@ class LossTerm(keras.losses.Loss):
         mean = keras.ops.mean(numerator)
         if self.reduction in (None, "none"):  # Keras reports the mean, and its gradient is that of the sum
             whole = whole / keras.ops.cast(self._shares.rows, whole.dtype)
-            mean = mean + (whole - keras.ops.stop_gradient(whole))
+            mean = whole + keras.ops.stop_gradient(mean - whole)
         return mean, None
 
     def _values(self, y_true: Any, y_pred: Any, weights: Any) -> tuple[Any, Any]:
