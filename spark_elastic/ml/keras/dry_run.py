@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import check_order, losses_by_output, output_names, rule
+from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
@@ -56,6 +56,8 @@ def dry_run(
     of_outputs = losses_by_output(ready.compiled.loss, names)
     labels = [field.columns for field in training.dataset.layout.fields if field.name.startswith("label_")]
     check_order("label_cols", "outputs", [name for name, _ in of_outputs], labels)
+    if training.transformation_fn is None and len(labels) == len(names or ()):
+        check_named("label_cols", "outputs", getattr(ready.model, "_outputs_struct", None), labels)
     common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )
@@ -180,6 +182,7 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
         _check_sums(ready, arrays)
+        _check_pairs(ready, tensors)
     return sums
 
 
@@ -203,6 +206,43 @@ def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:
                 "cannot be added up over workers; write the metric with sums, or compute it from the model's outputs "
                 "after the training"
             )
+
+
+def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
+    """Raise DataError if a metric compares each output [rows, 1] with the labels [rows] of all rows.
+
+    Then it depends on the labels' shape, but not on their order. The labels are invented: those of the first rows may
+    be equal.
+    """
+    compiled = ready.model._compile_metrics
+    if compiled is None:
+        return
+    x, y = ready.feeder.structure(tensors)[:2]
+    outputs, labels = keras.tree.flatten(ready.model(x, training=False)), keras.tree.flatten(y)
+    if len(labels) != len(outputs):
+        return
+    of_outputs = zip(compiled._flat_metrics, compiled._flat_weighted_metrics, strict=True)
+    for label, output, lists in zip(labels, outputs, of_outputs, strict=False):
+        if label.shape == output.shape or tf.size(label) != tf.size(output):
+            continue
+        invented = tf.reshape(tf.cast(tf.range(tf.size(label)) % 2, label.dtype), tf.shape(label))
+        for metric in (each for group in lists if group is not None for each in group.metrics):
+            found = []
+            try:
+                for given in (invented, tf.reverse(invented, [0]), tf.reshape(invented, tf.shape(output))):
+                    metric.reset_state()
+                    metric.update_state(given, output)
+                    found.append(np.asarray(metric.result(), np.float64))
+            except Exception as error:
+                log.info("the metric %s cannot be tried on other labels: %s", metric.name, error)
+                continue
+            if np.allclose(found[0], found[1]) and not np.allclose(found[0], found[2], rtol=1e-3):
+                raise DataError(
+                    f"the metric {metric.name} compares labels {list(label.shape)} and outputs {list(output.shape)} in "
+                    "all pairs: it does not depend on the order of the labels; give them one shape, in the metric or "
+                    "by label_shapes"
+                )
+    ready.model.reset_metrics()
 
 
 def _states(model: Any) -> dict[str, Sums]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 
 import keras
@@ -11,12 +12,13 @@ import tensorflow as tf
 from keras.src.losses import LossFunctionWrapper
 
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.dry_run import dry_run
 from spark_elastic.ml.keras.engine import prepare
 from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.objective import LossTerm, Shares
 from spark_elastic.ml.keras.steps import part_arguments
+from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import dense, in_float64, make_training
 
 ROWS, LONGEST, WORDS, KINDS = 13, 5, 7, 3
@@ -328,3 +330,58 @@ def test_fraction_of_parts_is_that_of_the_whole_batch(numbers, tmp_path):
     assert logs == pytest.approx(expected[0], rel=1e-9)
     for gradient, wanted in zip(gradients, expected[1], strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-9)
+
+
+# --- metrics, and losses with a state -----------------------------------------------------------------
+
+
+def absolute(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def absolute_by_row(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+
+def squeezed(y_true, y_pred):
+    return absolute(y_true, ops.squeeze(y_pred, 1))
+
+
+def bias(y_true, y_pred):
+    return ops.mean(y_true) - ops.mean(y_pred)
+
+
+@pytest.mark.parametrize(
+    ("metric", "refused"), [(absolute, True), (absolute_by_row, True), (squeezed, False), (bias, False), ("mae", False)]
+)
+def test_metric_that_compares_all_pairs_of_rows_is_refused(metric, refused, numbers, tmp_path):
+    said = r"labels \[4\] and outputs \[4, 1\] in all pairs"
+    with pytest.raises(DataError, match=said) if refused else contextlib.nullcontext():
+        try_loss(numbers, tmp_path, "mse", None, metrics=[metric])
+
+
+class Stateful(keras.losses.Loss):
+    """A loss with a state in Python, and one in a variable: both count its calls."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls, self.steps = 0, keras.Variable(0.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.calls += 1
+        self.steps.assign_add(1.0)
+        return ops.square(y_true - y_pred[:, 0]) * self.calls * ops.cast(self.steps.value, y_pred.dtype)
+
+
+def test_loss_with_a_state_is_called_as_often_as_by_keras(numbers, tmp_path):
+    with in_float64():
+        net, plain = (keras.Sequential([keras.Input((4,)), dense(1, 1)]) for _ in range(2))
+        plain.compile("sgd", loss=Stateful())
+    rows = next(iter(Dataset.open(numbers / "plain").reader("train", batch_size=23, shuffle=False).epoch(0))).tensors
+    settings = {"model": net, "loss": Stateful(), "optimizer": "sgd", "metrics": [], "epochs": 3, "batch_size": 23}
+    training = make_training(numbers, tmp_path, shuffle=False, **settings)
+    dry_run(training, None)
+    losses_of_epochs = [row["loss"] for row in trainings.alone(training)["history"]]
+    with in_float64():
+        fitted = plain.fit(rows["features_0"], rows["label_0"], batch_size=23, epochs=3, shuffle=False, verbose=0)
+    assert losses_of_epochs == pytest.approx(fitted.history["loss"], rel=1e-9)
