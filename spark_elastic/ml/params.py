@@ -250,11 +250,11 @@ class DeclaredParam(Param[Any]):
         self.name = name
 
     def _convert(self, value: Any) -> Any:
-        return None if value is None else self._convert_given(self.name, value)
+        return None if value is None and self.default is None else self._convert_given(self.name, value)
 
 
 def setting(doc: str, convert: Converter, default: Any = None) -> Any:
-    """Declare a Param. The value None stands for "not set" and is never converted.
+    """Declare a Param. None is never converted if it is the default; otherwise `convert` decides what it means.
 
     The default is a plain value, so that saved defaults are readable.
     """
@@ -378,8 +378,14 @@ class ElasticParams(Params):
         super().__init__()
         declared: list[Any] = self.params
         self._setDefault(**{each.name: each.default for each in declared})
-        self._set(**{name: value for name, value in settings.items() if value is not None})
+        self._set(**settings)
         self._check_together()
+
+    def _set(self: Self, **settings: Any) -> Self:
+        """Set several Params, as in Spark ML, where a None would be set without its converter."""
+        for name, value in settings.items():
+            self.set(self.getParam(name), value)
+        return self
 
     def set(self, param: Any, value: Any) -> None:
         """Set a Param, as in Spark ML, but raise the converter's own error; Spark would raise a plain ValueError."""
@@ -409,6 +415,10 @@ class ElasticParams(Params):
     def _given(self, name: str) -> Any:
         """Return the value of a setting, or its default."""
         return self.getOrDefault(name)
+
+    def _is_given(self, name: str) -> bool:
+        """Return whether a setting is set to a value other than None."""
+        return bool(self.isSet(name)) and self._given(name) is not None
 
     def _check_together(self) -> None:
         """Raise `InvalidSettingsError` if settings contradict one another. Missing settings are fine here."""

@@ -230,7 +230,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         run_id = self._given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared_datasets is not None:  # one of several trainings, each with its own checkpoints
             of_the_cluster = {"storage_options", "run_options", "status_port"}
-            names = {param.name for param in self._paramMap} - of_the_cluster
+            names = {param.name for param in self._paramMap if self._is_given(param.name)} - of_the_cluster
             run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
@@ -260,7 +260,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
             "seed": self._given("seed"),
             "shuffle": self._given("shuffle"),
             "shards": _content_of(dataset),
-            **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
+            **{name: self._described(name) for name in self.DECIDING if self._is_given(name)},
         }
 
     def _described(self, name: str) -> str:

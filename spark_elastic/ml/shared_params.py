@@ -306,7 +306,7 @@ class ClusterParams(ElasticParams):
     status_port: Param[int | Literal["auto"] | None] = setting(
         'port of the status page of the training; 0: any free one; None: no page. "auto": a page at a free port where '
         "all workers run on the driver's machine, unless verbose is 0.",
-        checked_status_port,
+        lambda name, value: None if value is None else checked_status_port(name, value),
         default="auto",
     )
     getStatusPort, setStatusPort = accessors(status_port)
@@ -400,7 +400,7 @@ class CheckpointParams(ElasticParams):
             )
         if self._given("checkpoint_dir") is None:
             for name in _OF_CHECKPOINTS:
-                if self.isSet(name) and self._given(name) is not None:
+                if self._is_given(name):
                     raise InvalidSettingsError(
                         f"{name}={self._given(name)!r} without checkpoint_dir: no checkpoints are written; set both"
                     )
@@ -434,7 +434,7 @@ class OutputParams(ElasticParams):
     prediction_col: Param[str] = setting(
         "name of the double column with the prediction that is made of the first output, as Spark's evaluators need "
         "it; '' for none.",
-        lambda name, value: "" if isinstance(value, str) and not value else to.text(name, value),
+        lambda name, value: "" if value is None or value == "" else to.text(name, value),
         default="prediction",
     )
     getPredictionCol, setPredictionCol = accessors(prediction_col)

@@ -41,6 +41,44 @@ def input_names(model: Any) -> list[str] | None:
     return None if inputs is None else [str(each.name) for each in inputs]
 
 
+def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
+    """Return the number of the column for each input, if columns have the names of inputs; None if none has.
+
+    `columns` is the setting feature_cols. The other columns go to the other inputs in the order in which they are.
+    """
+    names, given = input_names(model) or [], [each if isinstance(each, str) else "+".join(each) for each in columns]
+    if len(names) != len(given) or not set(names) & set(given):
+        return None
+    others = (at for at, column in enumerate(given) if column not in names)
+    return [given.index(name) if name in given else next(others) for name in names]
+
+
+def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Sequence[str]]) -> None:
+    """Raise InvalidSettingsError if two inputs or outputs in a dict could be exchanged: nothing says which is which.
+
+    Args:
+        setting: The setting with the columns.
+        ends: "inputs" or "outputs".
+        structure: The model's symbolic inputs or outputs; only a dict is checked.
+        columns: The columns of each of them, in the order of the names.
+    """
+    if not isinstance(structure, Mapping):
+        return
+    pairs = zip(sorted(structure), columns, strict=False)
+    nameless = [(name, tuple(structure[name].shape), "+".join(given)) for name, given in pairs if list(given) != [name]]
+    for at, (name, shape, column) in enumerate(nameless):
+        for other, another, with_it in nameless[at + 1 :]:
+            if len(shape) == len(another) and all(
+                n == m or None in (n, m) for n, m in zip(shape, another, strict=True)
+            ):
+                raise InvalidSettingsError(
+                    f"{setting} gives {column!r} and {with_it!r} to {name!r} and {other!r}, which are {ends} of one "
+                    f"shape in a dict, and no name says which belongs to which. Give the columns the names of the "
+                    f"model's {ends}, {', '.join(sorted(structure))} (withColumnsRenamed; several columns of one "
+                    f"input as an array), or give the model a list of {ends}"
+                )
+
+
 def check_order(setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]]) -> None:
     """Raise InvalidSettingsError if a column has the name of another input or output than the one it is given to.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -12,16 +13,19 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import check_order, loss_of, losses_by_output, name_of, output_names, rule
+from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
-from spark_elastic.ml.keras.metrics import SUM
+from spark_elastic.ml.keras.feeding import BatchPart
+from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
-from spark_elastic.ml.keras.steps import GradientRecord
+from spark_elastic.ml.keras.steps import GradientRecord, part_arguments
 from spark_elastic.ml.keras.training import KerasTraining
+from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
@@ -29,6 +33,11 @@ from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")
+
+_ROWS_OF_MEANS = 16
+"""The number of rows whose loss is compared with that of their parts."""
+_DRAWS = 4
+"""How often it is computed: it may be random."""
 
 
 def dry_run(
@@ -47,6 +56,8 @@ def dry_run(
     of_outputs = losses_by_output(ready.compiled.loss, names)
     labels = [field.columns for field in training.dataset.layout.fields if field.name.startswith("label_")]
     check_order("label_cols", "outputs", [name for name, _ in of_outputs], labels)
+    if training.transformation_fn is None and len(labels) == len(names or ()):
+        check_named("label_cols", "outputs", getattr(ready.model, "_outputs_struct", None), labels)
     common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )
@@ -55,8 +66,8 @@ def dry_run(
     check_one_best(callbacks)
     if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
-    if training.virtual_workers is None:
-        _warn_of_masked_means(ready, batch, [loss for _, loss in of_outputs])
+    if not training.loss_is_per_worker:
+        _check_means(training, ready)
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
@@ -66,34 +77,94 @@ def dry_run(
     )
 
 
-def _warn_of_masked_means(ready: PreparedModel, batch: Batch, losses: Sequence[Any]) -> None:
-    """Warn of losses that are means over a mask: shares of a batch are weighted by rows, not by unmasked elements."""
-    (arrays,) = ready.feeder.arrays(batch, parts=1)
-    inputs = ready.feeder.structure(tuple(map(tf.constant, arrays)))[0]
-    with UserCodeContext("the model", batch.rows, batch.tensors):
-        outputs = keras.tree.flatten(ready.model(inputs, training=False))
-    if len(outputs) != len(losses):  # some outputs have no loss
-        outputs = [next((each for each in outputs if _has_mask(each)), None)] * len(losses)
-    masked = []
-    for loss, output in zip(losses, outputs, strict=True):
-        made = loss_of(loss)
-        arguments = getattr(made, "_fn_kwargs", None) or {}
-        if getattr(made, "reduction", None) == SUM:
-            continue
-        if _has_mask(output) or arguments.get("ignore_class") is not None:
-            masked.append(name_of(loss))
-    if masked:
-        log.warning(
-            "the loss %s is the mean over the elements that a mask leaves of a worker's rows, and workers are weighted "
-            "by their rows; so the result depends on the number of workers. Give the loss reduction='sum', and a scale "
-            "by loss_weights; or set consistency='exact', where it depends on virtual_workers alone",
-            ", ".join(masked),
+def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
+    """Raise InvalidSettingsError if the loss of a batch depends on how it is divided into parts.
+
+    Several draws of each side are compared, because a model's own losses may be random.
+    """
+    batch = first_rows(training, _ROWS_OF_MEANS)
+    shares, graphs, rows = ready.shares, ready.graphs, batch.rows
+    if shares.scalars and WEIGHT in ready.feeder.names:
+        name = _names_of_terms(ready)[min(shares.scalars)]
+        raise InvalidSettingsError(
+            f"the loss {name} returns one number for all rows, which sample weights cannot be applied to; return a "
+            "value for each row, or numerators and denominators by row"
         )
+    (arrays,) = ready.feeder.arrays(batch, parts=1)
+    names: list[str] = []
+    steady = bool(buffers_of(ready.model) or seeds_of(ready.model))
+
+    def losses(tensors: Any, of_part: Any) -> Any:
+        found = _losses(ready, tensors, of_part, training=not steady)
+        names[:] = found
+        return tf.stack([tf.cast(tf.reduce_sum(value), tf.float64) for value in found.values()] or [0.0])
+
+    signature = [tuple(ready.feeder.specs), tf.TensorSpec([2 + shares.terms], tf.float64)]
+    traced = tf.function(losses, input_signature=signature, autograph=False)
+
+    def mean(edges: Sequence[int]) -> Any:
+        """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
+        parts = [
+            BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
+            for start, stop in pairwise(edges)
+        ]
+        totals = graphs.totals([[part.tensors for part in parts]], lambda table: table[0])
+        return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
+
+    with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
+        wholes = np.stack([mean([0, rows]) for _ in range(_DRAWS)])
+        divided = np.stack([mean([0, rows // 3 or 1, rows]) for _ in range(_DRAWS)])
+    scale = np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0))
+    apart = np.abs(wholes.mean(0) - divided.mean(0))
+    within = apart <= 1e-3 * scale + np.ptp(wholes, 0) + np.ptp(divided, 0)
+    wrong = ~within & np.isfinite(wholes).all(0)  # a part may be NaN
+    for at, name in enumerate(names):
+        if wrong[at]:
+            raise InvalidSettingsError(
+                f"the loss {name} is not a mean over rows: it is {wholes[0][at]:.6g} for the first {rows} rows, and "
+                f"{divided[0][at]:.6g} if they are divided into {rows // 3 or 1} and {rows - (rows // 3 or 1)}, as "
+                f"workers and accumulation_steps divide a batch.{_shapes(ready, arrays)} Return a value for each row "
+                "(for a sum in a keras.losses.Loss with reduction='sum'), or (numerator, denominator); or set "
+                "loss_is_per_worker=True, with which the result depends on the number of workers"
+            )
 
 
-def _has_mask(output: Any) -> bool:
-    """Return whether Keras passes a mask with an output, as of `Embedding(mask_zero=True)`."""
-    return getattr(output, "_keras_mask", None) is not None
+def _losses(ready: PreparedModel, tensors: Any, of_part: Any, training: bool) -> dict[str, Any]:
+    """Return the values of the losses of some rows by name: those of `compile`, and those that layers add."""
+    model, shares = ready.model, ready.shares
+    x, y, weights = (*ready.feeder.structure(tensors), None)[:3]
+    with shares.of(of_part):
+        outputs = model(x, training=training)
+        found = {
+            f"added by {layer.name}": keras.ops.sum(value)
+            for layer in model._flatten_layers()
+            for value in layer._get_own_losses()
+        }
+        with keras.StatelessScope():  # a loss with a state counts none of these calls
+            if shares.terms:
+                model._compile_loss(y, outputs, weights)
+                found |= {_names_of_terms(ready)[number]: value for number, value in shares.values.items()}
+            if not type(model).compute_loss.__module__.startswith("keras."):
+                found["of compute_loss"] = model._compute_loss(x, y, outputs, weights, training=training)
+    return found
+
+
+def _names_of_terms(ready: PreparedModel) -> list[str]:
+    flat = ready.model._compile_loss._flat_losses
+    return [each.name if len(flat) == 1 else f"{each.loss.name} of {each.name}" for each in flat]
+
+
+def _shapes(ready: PreparedModel, arrays: Sequence[Any]) -> str:
+    """Return a sentence for labels and outputs that may be compared in all pairs; "" if there are none."""
+    for at, (name, label) in enumerate((n, a) for n, a in zip(ready.feeder.names, arrays, strict=True) if LABEL in n):
+        outputs = getattr(ready.model, "outputs", None) or []
+        shape = list(outputs[at].shape)[1:] if at < len(outputs) else list(label.shape[1:])
+        if shape != list(label.shape[1:]) and label.size == len(label) * math.prod(n or 0 for n in shape):
+            return (
+                f" {name} is {['rows', *label.shape[1:]]} and the output {['rows', *shape]}: they seem to be compared "
+                "in all pairs; give them one shape in the loss, or by label_shapes."
+            )
+    return ""
 
 
 def _step(ready: PreparedModel, batch: Batch) -> Sums:
@@ -111,6 +182,7 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
         _check_sums(ready, arrays)
+        _check_pairs(ready, tensors)
     return sums
 
 
@@ -136,11 +208,49 @@ def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:
             )
 
 
+def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
+    """Raise DataError if a metric compares each output [rows, 1] with the labels [rows] of all rows.
+
+    Then it depends on the labels' shape, but not on their order. The labels are invented: those of the first rows may
+    be equal.
+    """
+    compiled = ready.model._compile_metrics
+    if compiled is None:
+        return
+    x, y = ready.feeder.structure(tensors)[:2]
+    outputs, labels = keras.tree.flatten(ready.model(x, training=False)), keras.tree.flatten(y)
+    if len(labels) != len(outputs):
+        return
+    of_outputs = zip(compiled._flat_metrics, compiled._flat_weighted_metrics, strict=True)
+    for label, output, lists in zip(labels, outputs, of_outputs, strict=False):
+        if label.shape == output.shape or tf.size(label) != tf.size(output):
+            continue
+        invented = tf.reshape(tf.cast(tf.range(tf.size(label)) % 2, label.dtype), tf.shape(label))
+        for metric in (each for group in lists if group is not None for each in group.metrics):
+            found = []
+            try:
+                for given in (invented, tf.reverse(invented, [0]), tf.reshape(invented, tf.shape(output))):
+                    metric.reset_state()
+                    metric.update_state(given, output)
+                    found.append(np.asarray(metric.result(), np.float64))
+            except Exception as error:
+                log.info("the metric %s cannot be tried on other labels: %s", metric.name, error)
+                continue
+            if np.allclose(found[0], found[1]) and not np.allclose(found[0], found[2], rtol=1e-3):
+                raise DataError(
+                    f"the metric {metric.name} compares labels {list(label.shape)} and outputs {list(output.shape)} in "
+                    "all pairs: it does not depend on the order of the labels; give them one shape, in the metric or "
+                    "by label_shapes"
+                )
+    ready.model.reset_metrics()
+
+
 def _states(model: Any) -> dict[str, Sums]:
     return {
         f"{metric.name} ({each.path})": np.asarray(each.numpy(), np.float64)
-        for metric in model.metrics
+        for metric in single_metrics(model.metrics)
         for each in metric.variables
+        if not type(metric).__module__.startswith("keras.")  # those of Keras are sums, perhaps of random outputs
     }
 
 

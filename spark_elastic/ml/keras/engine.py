@@ -20,6 +20,7 @@ from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, Ste
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import backend as values
 from spark_elastic.keras.elastic.handlers import handler_for
+from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import convert, is_synchronised
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
@@ -29,14 +30,12 @@ from spark_elastic.ml.keras.exact import KerasExactSteps
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
-    Shares,
     complete_losses,
     count_by_row,
     count_losses_by_row,
-    divides_by_weights,
 )
-from spark_elastic.ml.keras.steps import StepGraphs
-from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.keras.objective import Shares, number_terms
+from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, first_rows
 from spark_elastic.ml.training.saving import CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
@@ -64,6 +63,7 @@ class PreparedModel(NamedTuple):
         feeder: the converter of the dataset's batches to tensors.
         metrics: the accumulator of losses and metrics.
         graphs: the TensorFlow graphs of a step.
+        shares: the losses, and the part of a batch that they are computed for.
         averaged: the names of the metric functions that return one number for all rows instead of one for each row.
     """
 
@@ -72,6 +72,7 @@ class PreparedModel(NamedTuple):
     feeder: BatchFeeder
     metrics: KerasMetricAccumulator
     graphs: StepGraphs
+    shares: Shares
     averaged: list[str]
 
 
@@ -81,9 +82,8 @@ def prepare(training: KerasTraining) -> PreparedModel:
     if training.sync_batch_norm and training.virtual_workers is None:
         convert(model)
     shares = Shares()
-    weighted = any(field.name == WEIGHT for field in training.dataset.layout.fields)
     averaged: list[str] = []
-    exact = count_by_row(complete_losses(compiled, model), shares, weighted, averaged)
+    exact = count_by_row(complete_losses(compiled, model), shares, averaged)
     model.compile(
         optimizer=exact.optimizer,
         loss=exact.loss,
@@ -93,22 +93,29 @@ def prepare(training: KerasTraining) -> PreparedModel:
         jit_compile=False,  # the reduction calls Python, which XLA cannot
     )
     feeder = BatchFeeder(training, model, compiled)
-    _create_metric_variables(model, feeder, training)
+    _build(model, feeder, training, shares)
+    number_terms(model, shares)
     count_losses_by_row(model, shares)
     build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)
-    return PreparedModel(model, compiled, feeder, metrics, graphs, averaged)
+    return PreparedModel(model, compiled, feeder, metrics, graphs, shares, averaged)
 
 
-def _create_metric_variables(model: Any, feeder: BatchFeeder, training: KerasTraining) -> None:
-    """Call losses and metrics once with some rows: they create their variables when they are first called."""
+def _build(model: Any, feeder: BatchFeeder, training: KerasTraining, shares: Shares) -> None:
+    """Call the model with some rows, and create the variables of its metrics; the losses themselves are not called."""
     (rows,) = feeder.arrays(first_rows(training, FIRST_ROWS), parts=1)
     x, y, weights = (*feeder.structure(tuple(map(tf.constant, rows))), None)[:3]
+    state = [*buffers_of(model), *seeds_of(model)]
+    before = [each.numpy() for each in state]
     y_pred = model(x)
+    shares.building = True
     if model._compile_loss is not None or model.losses:
         model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+    shares.building = False
     model.compute_metrics(x, y, y_pred, sample_weight=weights)
+    for variable, value in zip(state, before, strict=True):
+        variable.assign(value)
 
 
 # --- the engine ---------------------------------------------------------------------------------------
@@ -124,8 +131,6 @@ class KerasEngine(Engine):
         self._feeder = ready.feeder
         self._graphs = ready.graphs
         self.callbacks = callbacks
-        self._by_weight = WEIGHT in ready.feeder.names and divides_by_weights(ready.compiled)
-        """Losses are divided by the sum of the batch's sample weights, which is then reduced before the step."""
         self._synchronised = is_synchronised(ready.model)
         self._stepping = False
         """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
@@ -138,7 +143,6 @@ class KerasEngine(Engine):
                 ready.metrics,
                 ready.graphs,
                 ready.compiled,
-                self._by_weight,
             )
         self._validated = Progress()
         """The progress of the training at the last `begin_validation`."""
@@ -163,12 +167,13 @@ class KerasEngine(Engine):
             self.stepped()
             return Measured(numbers[:-1], (), bool(numbers[-1]))
         with lost_peers_translated():
-            shares = self._shares(batch)
+            totals = self._totals(batch)
             # two positive numbers below 2**31, which every type of seed can hold
             key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
             self._stepping = True
             halves = [key & 0x3FFFFFFF, key >> 34]
-            numbers = self._graphs.step(batch.parts, shares, halves, stop, self._uncounted(batch)).numpy()
+            uncounted = self._uncounted(batch)
+            numbers = self._graphs.step(batch.parts, batch.global_rows, totals, halves, stop, uncounted).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
@@ -189,14 +194,9 @@ class KerasEngine(Engine):
             self._stepping = False
             self._graphs.undo_step()
 
-    def _shares(self, batch: KerasBatch) -> list[tuple[float, float]]:
-        """Return each part's share of the batch, by rows and by sample weight; the sum of the weights is reduced."""
-        shares = [part.rows / batch.global_rows for part in batch.parts]
-        if not self._by_weight:
-            return [(share, 1.0) for share in shares]
-        own = [float(tf.reduce_sum(tf.cast(part.tensors[-1], tf.float64))) for part in batch.parts]
-        total = allreduce_(torch.tensor([sum(own)], dtype=torch.float64), op=Sum).item()
-        return [(share, weight / total if total else 0.0) for share, weight in zip(shares, own, strict=True)]
+    def _totals(self, batch: KerasBatch) -> list[float]:
+        """Return the denominators of the losses in the whole batch; those that are counted are reduced."""
+        return self._graphs.totals([[part.tensors for part in batch.parts]], lambda own: allreduce_(own[0], op=Sum))
 
     def begin_validation(self, at: Progress) -> None:
         self._validated = at
@@ -222,10 +222,10 @@ class KerasEngine(Engine):
         rows = 0
         returned = np.zeros(len(self.metrics.returned["val_"]))
         for batch in batches:
+            totals = self._totals(batch)
             for part in batch.parts:
-                share = part.rows / batch.global_rows
                 with self.callbacks.test_batch(batch.start // batch.global_rows):
-                    returned = returned + self._graphs.evaluate(part, share).numpy()
+                    returned += self._graphs.evaluate(*part_arguments(part, batch.global_rows, totals)).numpy()
                 rows += part.rows
         return np.concatenate([self._graphs.read().numpy(), returned, [float(rows)]]), []
 

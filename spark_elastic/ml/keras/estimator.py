@@ -74,10 +74,10 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     Args:
         optimizer: As in `keras.Model.compile`; so are `loss`, `loss_weights`, `metrics` and `weighted_metrics`, with
             names, lists, and dicts by output.
-        feature_cols: Columns of the inputs in the order of `model.inputs`; for inputs in a dict, in the order of their
-            names.
+        feature_cols: Columns of the inputs. A column with the name of an input goes to it, the others in the order of
+            `model.inputs`; inputs of one shape in a dict need columns of their names.
         label_cols: One for each output that has a loss, in the order of `model.outputs`; for outputs in a dict, in the
-            order of their names.
+            order of their names, with these names if outputs have one shape.
         callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, which run in the workers, and
             `spark_elastic.DriverCallback`, which run on the driver, in any order.
         custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
@@ -242,6 +242,18 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             if self._given(name) not in (None, "auto"):
                 device_name(self._given(name))
 
+    def _given(self, name: str) -> Any:
+        """Return the value of a setting, or its default; those of the inputs in the order of the model's inputs."""
+        value = super()._given(name)
+        if name not in ("feature_cols", "input_shapes", "input_dtypes") or not isinstance(value, list):
+            return value
+        if any(super(ElasticKerasEstimator, self)._given(each) for each in ("transformation_fn", "inference_fn")):
+            return value  # which are given the tensors in the order of feature_cols
+        from spark_elastic.ml.keras.compiling import order_by_name
+
+        order = order_by_name(super()._given("model"), super()._given("feature_cols") or [])
+        return value if order is None or len(order) != len(value) else [value[at] for at in order]
+
     def _compile_arguments(self) -> CompileArguments:
         from spark_elastic.ml.keras.compiling import compile_arguments
 
@@ -299,7 +311,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     def _built_model(self, dataset: Dataset) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
-        from spark_elastic.ml.keras.compiling import build_for, check_order, input_names
+        from spark_elastic.ml.keras.compiling import build_for, check_named, check_order, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -310,7 +322,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 f"({found}); a list of lists makes an input of each inner list"
             )
         if self._given("transformation_fn") is None:
-            check_order("feature_cols", "inputs", names, [field.columns for field in inputs])
+            columns = [field.columns for field in inputs]
+            check_order("feature_cols", "inputs", names, columns)
+            check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
         if model.built:
             return model
         if self._given("transformation_fn") is not None:

@@ -15,7 +15,7 @@ from spark_elastic.collective.shard_sums import tree_sum
 from spark_elastic.data.reader import Batch
 from spark_elastic.keras.elastic.virtual_shards import KerasVirtualWorkers
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.feeding import BatchFeeder
+from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
 from spark_elastic.ml.training.engine import CallbackEvent
@@ -24,8 +24,6 @@ from spark_elastic.ml.training.spec import Progress, Sums, Training, add_sums
 _TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
 """The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
 callbacks."""
-
-Arrays = tuple[Any, ...]
 
 
 class KerasExactSteps:
@@ -38,7 +36,6 @@ class KerasExactSteps:
         metrics: The losses and metrics.
         graphs: The graphs of a shard's pass and of the update.
         compiled: The losses and metrics that the user gave, which may have random generators.
-        by_weight: Losses are divided by the sum of the sample weights of the whole batch.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class KerasExactSteps:
         metrics: KerasMetricAccumulator,
         graphs: StepGraphs,
         compiled: CompileArguments,
-        by_weight: bool,
     ) -> None:
         assert training.virtual_workers is not None
         self.workers = KerasVirtualWorkers(
@@ -66,7 +62,6 @@ class KerasExactSteps:
             },
         )
         self._feeder, self._metrics, self._graphs = feeder, metrics, graphs
-        self._by_weight = by_weight
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> tuple[Sums, float | None]:
         """Do a step.
@@ -77,7 +72,7 @@ class KerasExactSteps:
         """
         workers = self.workers
         shards = self._parts(batch, (at.epoch, batch.start, _ROWS))
-        whole_weight = self._whole_weight(shards)
+        totals = self._totals(shards)
         numbers = torch.zeros((workers.count, self._width("")), dtype=torch.float64)
         computing = workers.compute(bounds_of(batch), (at.epoch, batch.start, _TRAIN), numbers, float(stop))
         while True:
@@ -87,7 +82,7 @@ class KerasExactSteps:
                 votes = float(end.value)
                 break
             for part in shards[shard.index]:
-                gradients, sums = self._graphs.shard_part(*self._arguments(part, batch.global_rows, whole_weight))
+                gradients, sums = self._graphs.shard_part(*part_arguments(part, batch.global_rows, totals))
                 shard.add_gradients(gradients)
                 shard.numbers += torch.from_numpy(sums.numpy())
         own = workers.own_shards()
@@ -117,12 +112,13 @@ class KerasExactSteps:
                 table = torch.zeros((workers.count, self._width("val_")), dtype=torch.float64)
                 seed = partial(self.seed_callbacks, epoch=epoch, position=batch.start)
                 with around(batch.start // batch.global_rows, seed):
-                    for index, parts in self._parts(batch, (epoch, batch.start, _VALIDATE)).items():
+                    shards = self._parts(batch, (epoch, batch.start, _VALIDATE))
+                    totals = self._totals(shards)
+                    for index, parts in shards.items():
                         put_back()
                         workers.seed_shard((epoch, batch.start, _VALIDATE), index)
                         for part in parts:
-                            rows = len(part[0]) / batch.global_rows
-                            sums = self._graphs.evaluate_part(*part_arguments(_tensors(part), len(part[0]), rows, rows))
+                            sums = self._graphs.evaluate_part(*part_arguments(part, batch.global_rows, totals))
                             table[index] += torch.from_numpy(sums.numpy())
                 tables.append(table)
         sums = before
@@ -134,7 +130,7 @@ class KerasExactSteps:
     def _width(self, prefix: str) -> int:
         return self._metrics.width(prefix)
 
-    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[Arrays]]:
+    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[BatchPart]]:
         """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
         found = {}
         for index, (first, last) in zip(self.workers.own_shards(), bounds_of(batch), strict=True):
@@ -142,23 +138,15 @@ class KerasExactSteps:
                 continue
             rows = {name: values[first:last] for name, values in batch.tensors.items()}
             self.workers.seed_shard(key, index)
-            found[index] = self._feeder.arrays(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
+            parts = self._feeder.arrays(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
+            # copied to memory as TensorFlow allocates it
+            found[index] = [BatchPart(tuple(map(tf.constant, part)), len(part[0])) for part in parts]
         return found
 
-    def _whole_weight(self, shards: dict[int, list[Arrays]]) -> float | None:
-        """Return the sum of the sample weights of the whole batch; None if no loss is divided by it."""
-        if not self._by_weight:
-            return None
-        table = torch.zeros((self.workers.count, 1), dtype=torch.float64)
-        for index, parts in shards.items():
-            table[index, 0] = sum(map(_weight, parts))
-        return float(tree_sum(self.workers.gather(table)))
-
-    def _arguments(self, part: Arrays, global_rows: int, whole_weight: float | None) -> tuple[Any, ...]:
-        weight = 1.0
-        if whole_weight is not None:
-            weight = _weight(part) / whole_weight if whole_weight else 0.0
-        return part_arguments(_tensors(part), len(part[0]), len(part[0]) / global_rows, weight)
+    def _totals(self, shards: dict[int, list[BatchPart]]) -> list[float]:
+        """Return the denominators of the losses in the whole batch, added up in the order of the shards."""
+        parts = [[part.tensors for part in shards.get(index, [])] for index in range(self.workers.count)]
+        return self._graphs.totals(parts, lambda table: tree_sum(self.workers.gather(table)))
 
 
 def bounds_of(batch: Batch) -> list[tuple[int, int]]:
@@ -171,12 +159,3 @@ def _bounds(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     for rows in counts:
         yield at, at + rows
         at += rows
-
-
-def _tensors(part: Arrays) -> Arrays:
-    return tuple(map(tf.constant, part))  # copied to memory as TensorFlow allocates it
-
-
-def _weight(part: Arrays) -> float:
-    """Return the sum of the sample weights of some rows."""
-    return float(np.sum(part[-1], dtype=np.float64))

@@ -1,8 +1,7 @@
 """Losses and metrics of a Keras model as sums over rows, which are added up over batches, workers and worlds.
 
 Keras takes the mean of a loss over the rows of one worker. Multiplied by the worker's share of the rows, these means
-add up to the mean over the batch. Losses that are sums, or are divided by the sum of the sample weights, are scaled so
-that the same holds for them.
+add up to the mean over the batch. `ml.keras.objective` scales other losses so that the same holds for them.
 
 A Keras metric is a set of variables to which batches are added. Here each step begins with empty metrics, and the
 values of their variables after the step are reduced with the gradients. The sums of an epoch are plain float64 numbers,
@@ -14,9 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -25,55 +23,14 @@ import tensorflow as tf
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, output_names
+from spark_elastic.ml.keras.objective import LossTerm, Shares
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
 
 _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
 """The end of a name that Keras has chosen, which differs between processes."""
-SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
 
 # --- losses -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Shares:
-    """The number of rows of a forward pass and their share of the global batch; tensors while a graph is traced.
-
-    Attributes:
-        count: the number of these rows.
-        rows: their number, divided by the rows of the batch.
-        weight: the sum of their sample weights, divided by the sum over the batch.
-    """
-
-    count: Any = 1.0
-    rows: Any = 1.0
-    weight: Any = 1.0
-
-    @contextmanager
-    def of(self, part: Any) -> Iterator[None]:
-        """Set (count, rows, weight) from a tensor within a `with` block; a graph's tensors are unusable outside."""
-        self.count, self.rows, self.weight = tf.unstack(part)
-        try:
-            yield
-        finally:
-            self.count = self.rows = self.weight = 1.0
-
-
-class ScaledLoss(keras.losses.Loss):
-    """A loss that is scaled so that its values times `shares.rows`, added up over workers, are the batch's loss."""
-
-    def __init__(self, loss: Any, shares: Shares) -> None:
-        super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
-        self._loss = loss
-        self._shares = shares
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = self._loss(y_true, y_pred, sample_weight)
-        whole = 1.0 if self.reduction == SUM else self._shares.weight
-        return value * keras.ops.cast(whole / self._shares.rows, value.dtype)
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return self._loss.call(y_true, y_pred)
 
 
 def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
@@ -88,19 +45,15 @@ def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
     return replace(compiled, loss=[loss.get(name) for name in names], loss_weights=factors)
 
 
-def count_by_row(compiled: CompileArguments, shares: Shares, weighted: bool, averaged: list[str]) -> CompileArguments:
+def count_by_row(compiled: CompileArguments, shares: Shares, averaged: list[str]) -> CompileArguments:
     """Change losses and metrics so that their sums over workers do not depend on how the batch is divided.
 
-    Losses that are not plain means over rows are scaled by the shares. Metrics that are functions and return one number
-    for all rows are weighted by the number of rows, and their names are added to `averaged` once they are called.
-    `weighted`: the dataset has sample weights.
+    Losses are scaled by the shares. Metrics that are functions and return one number for all rows are weighted by the
+    number of rows, and their names are added to `averaged` once they are called.
     """
-    needed = (SUM, BY_WEIGHT) if weighted else (SUM,)
 
     def scaled(loss: Any) -> Any:
-        if isinstance(loss, Mapping) and "class_name" in loss:
-            loss = keras.losses.get(dict(loss))
-        return ScaledLoss(loss, shares) if isinstance(loss, keras.losses.Loss) and loss.reduction in needed else loss
+        return None if loss is None else LossTerm(loss, shares)
 
     def by_row(metric: Any) -> Any:
         return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
@@ -145,14 +98,6 @@ def count_losses_by_row(model: Any, shares: Shares) -> None:
         object.__setattr__(metric, "update_state", update_state)
 
 
-def divides_by_weights(compiled: CompileArguments) -> bool:
-    """Return whether a loss needs the sum of the sample weights of the whole batch."""
-    return any(
-        isinstance(each, keras.losses.Loss) and each.reduction == BY_WEIGHT
-        for each in keras.tree.flatten(compiled.loss)
-    )
-
-
 # --- metrics ------------------------------------------------------------------------------------------
 
 
@@ -186,7 +131,7 @@ class KerasMetricAccumulator(MetricAccumulator):
         self._sizes = [first.size for first in self._first]
         self._states = sum(self._sizes)
         self._starts = dict(zip(map(id, self._variables), np.cumsum([0, *self._sizes]).tolist(), strict=False))
-        self._means = [each for each in _single(model.metrics) if isinstance(each, keras.metrics.Mean)]
+        self._means = [each for each in single_metrics(model.metrics) if isinstance(each, keras.metrics.Mean)]
         self.loss_positions = self._loss_means()
         self._steps = {"": model.train_step, "val_": model.test_step}
         self.returned: dict[str, list[str]] = {"": [], "val_": []}
@@ -286,6 +231,6 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or (shape is not None and tuple(shape) == ())
 
 
-def _single(metrics: Sequence[Any]) -> list[Any]:
+def single_metrics(metrics: Sequence[Any]) -> list[Any]:
     """Return the metrics one by one; Keras puts those of `compile` into a container that is a metric itself."""
     return [each for metric in metrics for each in (getattr(metric, "metrics", None) or [metric])]

@@ -5,18 +5,22 @@ They are traced once: rows, shares and seeds are tensors, and the reduction look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
+import torch
 
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
-from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, Shares
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
+from spark_elastic.ml.keras.objective import Shares
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.gradients import GradientReducer
 
@@ -96,11 +100,6 @@ class GradientRecord:
 
 # --- the graphs ---------------------------------------------------------------------------------------
 
-OF_PART = tf.TensorSpec([3], tf.float64)
-"""The spec of a tensor with the number of rows of a part, and their shares of the batch by number and by sample weight.
-
-One tensor for three numbers, because each tensor that is created for a call costs time.
-"""
 OF_STEP = tf.TensorSpec([3], tf.int64)
 """The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
 
@@ -134,31 +133,37 @@ class StepGraphs:
         self._zeros: list[Callable[[], Any]] = []
         """Functions that make zeros in place of each gradient, for a worker without rows of a batch."""
         specs = tuple(feeder.specs)
+        of_part = tf.TensorSpec([2 + shares.terms], tf.float64)
+        """The spec of a part's number of rows, their share of the batch, and the denominators of the losses in it.
+
+        One tensor for all, because each tensor that is created for a call costs time.
+        """
 
         def graph(function: Any, *signature: Any) -> Any:
             # without autograph, as Keras traces a train_step
             return tf.function(function, input_signature=list(signature) or None, autograph=False)
 
         self._begin = graph(self._begun, OF_STEP)
-        self._part = graph(self._gradients, specs, OF_PART)
+        # Traced once for all graphs: a loss may have a state in Python, which each trace would change. A concrete
+        # function skips the checks of its arguments at each call.
+        self._part = graph(self._gradients, specs, of_part).get_concrete_function()
         self._add, self._finish = graph(_sum), graph(self._finished)
         self._idle = graph(self._idle_step, OF_STEP)
-        self._uncounted = graph(self._uncounted_pass, specs, OF_PART)
+        self._uncounted = graph(self._uncounted_pass, specs, of_part)
+        self._count = graph(self._denominators, specs)
         self.reset, self.read = graph(metrics.reset), graph(metrics.read)
         if training.virtual_workers is not None:
-            self.shard_part = graph(self._shard_part, specs, OF_PART).get_concrete_function()
+            self.shard_part = graph(self._shard_part, specs, of_part).get_concrete_function()
             self.update = graph(self._update)
             refuse_drawn_in_graph(self.shard_part, "train_step")
             if training.validates:
-                self.evaluate_part = graph(self._evaluated_part, specs, OF_PART).get_concrete_function()
+                self.evaluate_part = graph(self._evaluated_part, specs, of_part).get_concrete_function()
                 refuse_drawn_in_graph(self.evaluate_part, "test_step")
             return
-        # Traced here, because a worker without rows of the first batches needs the shapes of the gradients. A concrete
-        # function skips the checks of its arguments at each call.
-        self._traced_whole = graph(self._whole_step, specs, OF_PART, OF_STEP)
+        self._traced_whole = graph(self._whole_step, specs, of_part, OF_STEP)
         self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
-            self._evaluate = graph(self._evaluated, specs, OF_PART).get_concrete_function()
+            self.evaluate = graph(self._evaluated, specs, of_part).get_concrete_function()
 
     # --- parts of a step, in graphs ---------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class StepGraphs:
     def _shard_part(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
         """Return the dense gradients of some rows of a shard, and the sums of their losses and metrics."""
         self._metrics.reset()
-        grads, returned = self._gradients(tensors, of_part)
+        grads, returned = self._part(tensors, of_part)
         numbers = tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
         return [tf.convert_to_tensor(grad) for grad in grads], numbers
 
@@ -225,7 +230,7 @@ class StepGraphs:
 
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
         self._begun(of_step)
-        grads, returned = self._gradients(tensors, of_part)
+        grads, returned = self._part(tensors, of_part)
         return self._finished(grads, returned, of_part[0], of_step)
 
     def _idle_step(self, of_step: Any) -> Any:
@@ -240,20 +245,46 @@ class StepGraphs:
     def _uncounted_pass(self, tensors: Any, of_part: Any) -> None:
         """Run a pass over rows that do not count, because the model's layers have collectives in it."""
         before = self._metrics.snapshot()
-        self._gradients(tensors, of_part)
+        self._part(tensors, of_part)
         self._metrics.restore(before)
 
     def _evaluated(self, tensors: Any, of_part: Any) -> Any:
+        """Add a part to the metrics; return the values of a user's test_step, times the rows, float64."""
         with self._shares.of(of_part):
             logs = self._model.test_step(self._feeder.structure(tensors))
         return self._metrics.of_returned("val_", logs, of_part[0])
 
+    def _denominators(self, tensors: Any) -> Any:
+        """Return the denominators of the counted losses of some rows: float64, shape [losses], 0 for the others.
+
+        TensorFlow leaves out all of the forward pass that no mask depends on.
+        """
+        x, y, weights = (*self._feeder.structure(tensors), None)[:3]
+        with keras.StatelessScope():  # neither metrics nor a loss with a state count this call
+            self._model._compile_loss(y, self._model(x, training=False), weights)
+        counts, self._shares.counts, self._shares.values = self._shares.counts, {}, {}
+        none = tf.zeros([], tf.float64)
+        return tf.stack([counts.get(number, none) for number in range(self._shares.terms)])
+
     # --- calls ------------------------------------------------------------------------------------
+
+    def totals(self, shards: Iterable[Sequence[tuple[Any, ...]]], reduce: Callable[[Any], Any]) -> list[float]:
+        """Return the denominator of each loss in the whole batch, for `part_arguments`.
+
+        Args:
+            shards: the tensors of the parts of each shard of this worker's rows.
+            reduce: adds a table of numbers, float64 [shards, losses], up over the shards of all workers.
+        """
+        if not self._shares.counted:
+            return [1.0] * self._shares.terms
+        table = [sum((self._count(part).numpy() for part in parts), np.zeros(self._shares.terms)) for parts in shards]
+        return list(reduce(torch.from_numpy(np.stack(table))).tolist())
 
     def step(
         self,
         parts: Sequence[BatchPart],
-        shares: Sequence[tuple[float, float]],
+        global_rows: int,
+        totals: Sequence[float],
         key: Sequence[int],
         stop: bool,
         uncounted: Sequence[BatchPart] = (),
@@ -262,7 +293,8 @@ class StepGraphs:
 
         Args:
             parts: the parts of this worker's rows.
-            shares: the share of each part in the global batch, by number of rows and by sample weight.
+            global_rows: the number of rows of the global batch.
+            totals: the denominators of the losses in it.
             key: the seed of the step, two numbers.
             stop: this worker asks to stop.
             uncounted: passes made only so that layers with collectives run equally often on all workers; they change
@@ -278,15 +310,15 @@ class StepGraphs:
         if not parts and not uncounted:
             return self._idle(of_step)
         if len(parts) == 1 and not uncounted:
-            return self._whole(*_arguments(parts[0], *shares[0]), of_step)
+            return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)
         self._begin(of_step)
         summed = None
-        for part, share in zip(parts, shares, strict=True):
-            of_part = self._part(*_arguments(part, *share))
+        for part in parts:
+            of_part = self._part(*part_arguments(part, global_rows, totals))
             summed = of_part if summed is None else self._add(summed, of_part)
         with without_rows():
             for part in uncounted:
-                self._uncounted(*_arguments(part, 0.0, 0.0))
+                self._uncounted(part.tensors, tf.constant([0.0, 0.0, *totals], tf.float64))
         grads, returned = self._of_no_rows() if summed is None else summed
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
@@ -296,18 +328,10 @@ class StepGraphs:
         for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)
 
-    def evaluate(self, part: BatchPart, share: float) -> Any:
-        """Add a part to the metrics; return the values of a user's test_step, times the rows, float64."""
-        return self._evaluate(*_arguments(part, share, share))
 
-
-def _arguments(part: BatchPart, share: float, weight_share: float) -> tuple[Any, ...]:
-    return part_arguments(part.tensors, part.rows, share, weight_share)
-
-
-def part_arguments(tensors: tuple[Any, ...], rows: int, share: float, weight_share: float) -> tuple[Any, ...]:
-    """Return the arguments of a graph for some rows, with their shares of the batch by number and by sample weight."""
-    return tensors, tf.constant([rows, share, weight_share], tf.float64)
+def part_arguments(part: BatchPart, global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:
+    """Return the arguments of a graph for some rows of a batch; see `StepGraphs.totals`."""
+    return part.tensors, tf.constant([part.rows, part.rows / global_rows, *totals], tf.float64)
 
 
 def refuse_drawn_in_graph(function: Any, where: str) -> None:

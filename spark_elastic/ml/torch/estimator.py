@@ -225,7 +225,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                     "depend on the rows of a worker; use consistency='trajectory', or loss or train_fn"
                 )
             for name in step.decides:
-                if self.isSet(name) and self._given(name) is not None:
+                if self._is_given(name):
                     raise InvalidSettingsError(f"{name} is set, but {step.name} decides it itself; leave it out")
         if self._given("loss") is not None and self._given("train_fn") is not None:
             raise InvalidSettingsError(
@@ -234,7 +234,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         if self._given("loss_weights") is not None and self._given("train_fn") is not None:
             raise InvalidSettingsError("loss_weights are for losses; a train_fn weighs its losses itself")
         for name in ("scheduler_monitor", "scheduler_interval"):
-            if self.isSet(name) and self._given(name) is not None and self._given("lr_scheduler") is None:
+            if self._is_given(name) and self._given("lr_scheduler") is None:
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
 
     def _check_framework(self) -> None:

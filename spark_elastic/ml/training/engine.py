@@ -171,7 +171,7 @@ class Engine(ABC):
 
     @abstractmethod
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
-        """Measure this worker's rows, without a collective. The sums are a new vector."""
+        """Measure this worker's rows of batches that all workers measure. The sums are a new vector."""
 
     def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         """Measure the rows of all workers; return their sums added to `before`, and their metric states.

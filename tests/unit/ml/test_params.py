@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pyspark.ml.param import Param
 
-from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.errors import InvalidSettingsError
 
 
@@ -29,6 +29,21 @@ def test_a_setter_returns_the_object_and_a_getter_what_was_set() -> None:
     assert estimator.setBatchSize(64) is estimator
     assert estimator.getBatchSize() == 64
     assert "current: 64" in estimator.explainParam("batch_size")
+
+
+@pytest.mark.parametrize("kind", [ElasticTorchEstimator, ElasticKerasEstimator])
+def test_none_given_is_none_set_and_stays_so_in_copies(kind: Any) -> None:
+    estimator = kind(status_port=None, batch_size=None, prediction_col=None)
+    for each in (estimator, estimator.copy(), kind().setParams(status_port=None), kind().setStatusPort(None)):
+        assert each.getStatusPort() is None
+    assert estimator.getPredictionCol() == ""
+    assert kind().copy({kind().status_port: None}).getStatusPort() == "auto", "a Param of another estimator"
+    other = kind(status_port=0)
+    assert other.copy({other.status_port: None}).getStatusPort() is None
+    for name in (each.name for each in other.params if each.default is not None):
+        if name not in ("status_port", "prediction_col"):
+            with pytest.raises(InvalidSettingsError, match=f"{name} must be"):
+                kind(**{name: None})
 
 
 def test_positional_settings_are_refused() -> None:

@@ -9,9 +9,18 @@ import pytest
 keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
+from spark_elastic import ElasticKerasEstimator  # noqa: E402
 from spark_elastic.errors import InvalidSettingsError  # noqa: E402
 from spark_elastic.ml.keras import compiling  # noqa: E402
-from spark_elastic.ml.keras.compiling import check_losses, compile_arguments, input_names, inputs_of, output_names  # noqa: E402  # noqa: E402
+from spark_elastic.ml.keras.compiling import (  # noqa: E402
+    check_losses,
+    check_named,
+    compile_arguments,
+    input_names,
+    inputs_of,
+    order_by_name,
+    output_names,
+)
 
 
 def own(label: Any, output: Any) -> Any:
@@ -107,3 +116,38 @@ def test_inputs_are_what_the_model_was_made_with() -> None:
     assert (input_names(two(True)), output_names(two(True))) == (["a", "b"], ["kind", "size"])
     assert output_names(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])) == ["last"]
     assert output_names(keras.Sequential([keras.layers.Dense(1)])) is None
+
+
+def of_dict(*names: str, width: int = 2) -> Any:
+    inputs = {name: keras.Input((width,), name=name) for name in names}
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.concatenate(list(inputs.values()))))
+
+
+@pytest.mark.parametrize(
+    ("columns", "order"),
+    [
+        (["b", "a"], [1, 0]),
+        ([["x"], ["a"]], [1, 0]),
+        (["a", "x"], [0, 1]),
+        (["x", "y"], None),
+        (["a"], None),
+    ],
+)
+def test_columns_go_to_the_inputs_of_their_names(columns: Any, order: Any) -> None:
+    assert order_by_name(of_dict("b", "a"), columns) == order
+    given = ElasticKerasEstimator(model=of_dict("b", "a"), feature_cols=columns, input_shapes=[(2,), (1, 2)])
+    if order == [1, 0]:
+        assert given._given("feature_cols") == columns[::-1]
+        assert given._given("input_shapes") == [[1, 2], [2]]
+        assert given.getFeatureCols() == columns
+
+
+def test_columns_of_other_names_are_refused_for_a_dict_of_equal_shapes() -> None:
+    with pytest.raises(
+        InvalidSettingsError, match=r"'x' and 'y' to 'a' and 'b', which are inputs of one shape in a dict"
+    ):
+        check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["x"], ["y"]])
+    check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["a"], ["y"]])
+    wide = {"a": keras.Input((2,)), "b": keras.Input((3,))}
+    check_named("feature_cols", "inputs", wide, [["x"], ["y"]])
+    check_named("feature_cols", "inputs", [keras.Input((2,))] * 2, [["x"], ["y"]])

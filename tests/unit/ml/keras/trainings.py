@@ -265,6 +265,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "weighted_metrics": ["accuracy"],
         "loss": lambda: cross_entropy(reduction="mean_with_sample_weight"),
     },
+    "an ignored class, in parts": {"loss": lambda: cross_entropy(ignore_class=1), "accumulation": 2},
     "sparse gradients in parts": {
         "model": embedded,
         "rows": "two inputs",

@@ -1,0 +1,387 @@
+"""Losses of batches in parts: the loss and the gradient are those of plain Keras on the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.losses import LossFunctionWrapper
+
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.keras.dry_run import dry_run
+from spark_elastic.ml.keras.engine import prepare
+from spark_elastic.ml.keras.feeding import BatchPart
+from spark_elastic.ml.keras.objective import LossTerm, Shares
+from spark_elastic.ml.keras.steps import part_arguments
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.trainings import dense, in_float64, make_training
+
+ROWS, LONGEST, WORDS, KINDS = 13, 5, 7, 3
+ops = keras.ops
+
+
+losses = keras.losses
+NAMES = (
+    *("mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_logarithmic_error"),
+    *("huber", "log_cosh", "poisson", "kl_divergence", "cosine_similarity", "hinge", "squared_hinge"),
+    *("categorical_hinge", "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy"),
+    *("categorical_focal_crossentropy", "mse", "KLD"),
+)
+REDUCTIONS = ("sum_over_batch_size", "mean", "sum", "mean_with_sample_weight", None)
+
+
+def of_numbers():
+    """Losses for a label of numbers for each token."""
+    return [*NAMES, *(losses.MeanSquaredError(reduction=each) for each in REDUCTIONS), losses.Dice(axis=(1, 2))][:-1]
+
+
+def of_classes():
+    """Losses for a class number for each token."""
+    return [
+        "sparse_categorical_crossentropy",
+        *(losses.SparseCategoricalCrossentropy(ignore_class=1, reduction=each) for each in REDUCTIONS),
+    ]
+
+
+def heads(masked, count_numbers, count_classes):
+    words = keras.Input((LONGEST,), dtype="int64", name="words")
+    table = keras.layers.Embedding(
+        WORDS, 4, mask_zero=masked, embeddings_initializer=keras.initializers.RandomUniform(0.1, 1.0, seed=4)
+    )
+    seen = table(words)
+    made = [
+        dense(KINDS, at, activation="softmax", name=f"head{at}")(seen) for at in range(count_numbers + count_classes)
+    ]
+    return keras.Model(words, made)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    generator = np.random.default_rng(3)
+    words = generator.integers(1, WORDS, (ROWS, LONGEST)) * (
+        np.arange(LONGEST) < generator.integers(1, LONGEST + 1, (ROWS, 1))
+    )
+    words[0] = 0  # a row of which nothing is left
+    rows = {"features_0": words, "number": generator.uniform(0.1, 1.0, (ROWS, LONGEST, KINDS)), "class": words % KINDS}
+    rows["weight"] = generator.uniform(0.0, 2.0, ROWS) * (np.arange(ROWS) % 4 > 0)
+    return rows, tmp_path_factory.mktemp("tokens")
+
+
+def prepared(rows, folder, model, loss, labels, weights=None, **changes):
+    columns = {"features_0": rows["features_0"], **{f"label_{at}": rows[each] for at, each in enumerate(labels)}}
+    if weights is not None:
+        columns["sample_weight"] = weights
+    pack(columns, folder / "plain", shards=2)
+    with in_float64():
+        training = make_training(folder, folder / "run", model=model, loss=loss, metrics=[], **changes)
+        return prepare(training), columns
+
+
+def divided(ready, columns, edges):
+    """Return the loss and the gradients of a batch that is divided at `edges`, as the workers compute them."""
+    arrays = [
+        columns[name].astype(spec.dtype.as_numpy_dtype)
+        for name, spec in zip(ready.feeder.names, ready.feeder.specs, strict=True)
+    ]
+    parts = [
+        BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
+        for start, stop in pairwise(edges)
+    ]
+    totals = ready.graphs.totals([[part.tensors for part in parts]], lambda table: table[0])
+    ready.metrics.reset()
+    made = [ready.graphs._part(*part_arguments(part, edges[-1], totals))[0] for part in parts]
+    gradients = [sum(tf.convert_to_tensor(part[at]).numpy() for part in made) for at in range(len(made[0]))]
+    return ready.metrics.logs(np.append(ready.metrics.read().numpy(), float(edges[-1]))), gradients
+
+
+def of_plain_keras(model, loss, rows, labels, weights):
+    """Return each loss of the whole batch, and the gradients of their sum."""
+
+    @tf.function(autograph=False)
+    def values():
+        with tf.GradientTape() as tape:
+            outputs = model(tf.constant(rows["features_0"]))
+            model.compute_loss(
+                y=labels, y_pred=outputs, sample_weight=None if weights is None else [weights] * len(labels)
+            )
+            terms = zip(model._compile_loss._flat_losses, labels, outputs, strict=True)
+            made = [term.loss(label, output, weights) for term, label, output in terms]
+            total = sum(tf.reduce_sum(each) for each in made)
+        gradients = tape.gradient(total, model.trainable_variables)
+        return [tf.reduce_mean(each) for each in made], [tf.convert_to_tensor(each) for each in gradients]
+
+    with in_float64():
+        model.compile(loss=loss)
+        made, gradients = values()
+    return [float(each) for each in made], [each.numpy() for each in gradients]
+
+
+EDGES = [0, 1, 4, ROWS]
+"""A part of one row, of which a mask leaves nothing, and two uneven ones."""
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["no weights", "weights"])
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("by_class", [False, True], ids=["numbers", "classes"])
+def test_parts_of_any_loss_add_up_to_the_loss_and_gradient_of_the_whole(by_class, masked, weighted, tokens):
+    rows, _ = tokens
+    labels, mask = rows["class" if by_class else "number"], rows["features_0"] != 0
+    outputs = np.random.default_rng(1).dirichlet(np.ones(KINDS), (ROWS, LONGEST))
+
+    def of(loss, first, last, weights):
+        with tf.GradientTape() as tape:
+            output = tf.constant(outputs[first:last])
+            tape.watch(output)
+            seen = tf.identity(output)
+            if masked:
+                seen._keras_mask = tf.constant(mask[first:last])
+            value = loss(tf.constant(labels[first:last], "float64"), seen, weights)
+        return float(tf.reduce_mean(value)), tape.gradient(value, output).numpy()
+
+    with in_float64():
+        for given in of_classes() if by_class else of_numbers():
+            shares, by_row = Shares(), rows["weight"] if weighted else None
+            term = LossTerm(given, shares)
+            by_token = None if by_row is None else np.repeat(by_row[:, None], LONGEST, 1)
+            expected = of(keras.losses.get(given) if not isinstance(given, str) else as_loss(given), 0, ROWS, by_token)
+            totals = [0.0]
+            for first, last in pairwise(EDGES):
+                of(term, first, last, None if by_row is None else by_row[first:last])
+                totals = [totals[0] + float(shares.counts.get(0, 0.0))]
+            loss, gradients = 0.0, []
+            for first, last in pairwise(EDGES):
+                share = (last - first) / ROWS
+                with shares.of(tf.constant([last - first, share, *totals], tf.float64)):
+                    value, gradient = of(term, first, last, None if by_row is None else by_row[first:last])
+                loss += value * share
+                gradients.append(gradient * share)
+            assert loss == pytest.approx(expected[0], rel=1e-9), given
+            np.testing.assert_allclose(np.concatenate(gradients), expected[1], rtol=1e-8, atol=1e-12, err_msg=given)
+
+
+def as_loss(name):
+    return LossFunctionWrapper(keras.losses.get(name), name=name)
+
+
+def test_step_in_parts_is_that_of_plain_keras_with_masks_and_weights(tokens):
+    rows, folder = tokens
+
+    def of_heads():
+        return [
+            "mse",
+            losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
+            losses.SparseCategoricalCrossentropy(ignore_class=1),
+        ]
+
+    with in_float64():
+        net, plain, loss, other = heads(True, 1, 2), heads(True, 1, 2), of_heads(), of_heads()
+    labels = ["number", "class", "class"]
+    ready, columns = prepared(rows, folder / "step", net, loss, labels, rows["weight"])
+    given = [tf.constant(rows[each].astype("float64")) for each in labels]
+    by_token = tf.constant(np.repeat(rows["weight"][:, None], LONGEST, 1))
+    expected, wanted = of_plain_keras(plain, other, rows, given, by_token)
+    for edges in ([0, ROWS], EDGES):
+        logs, gradients = divided(ready, columns, edges)
+        assert [logs[f"head{at}_loss"] for at in range(3)] == pytest.approx(expected, rel=1e-9)
+        for gradient, other in zip(gradients, wanted, strict=True):
+            np.testing.assert_allclose(gradient, other, rtol=1e-8, atol=1e-12)
+
+
+# --- losses of one's own, in the trial step -----------------------------------------------------------
+
+
+def by_row(y_true, y_pred):
+    return ops.square(y_true - y_pred)
+
+
+def mean(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def total(y_true, y_pred):
+    return ops.sum(ops.square(y_true - y_pred))
+
+
+def root(y_true, y_pred):
+    return ops.sqrt(mean(y_true, y_pred))
+
+
+def fraction(y_true, y_pred):
+    """A mean over the rows with labels above 0."""
+    kept = ops.cast(y_true > 0, y_pred.dtype)
+    return kept * ops.abs(y_true - y_pred), kept
+
+
+def of_sums(y_true, y_pred):
+    return tuple(map(ops.sum, fraction(y_true, y_pred)))
+
+
+def scalar_fraction(y_true, y_pred):
+    one, other = of_sums(y_true, y_pred)
+    return one / other
+
+
+class Pairs(keras.losses.Loss):
+    """Compares each output [rows, 1] with all labels [rows]."""
+
+    def call(self, y_true, y_pred):
+        return ops.square(y_true - y_pred)
+
+
+class OwnCall(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return total(y_true, y_pred[:, 0]) if self.reduction == "sum" else mean(y_true, y_pred[:, 0])
+
+
+@keras.saving.register_keras_serializable("test_objective")
+class Adds(keras.layers.Layer):
+    """A layer that adds a loss: a sum over its rows, or their mean, perhaps with noise."""
+
+    def __init__(self, kind, **options):
+        super().__init__(**options)
+        self.kind, self.seeds = kind, keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        noise = keras.random.normal(ops.shape(x), seed=self.seeds, dtype=x.dtype) if "noise" in self.kind else 0.0
+        self.add_loss((ops.sum if "sum" in self.kind else ops.mean)(ops.square(x + 0.1 * noise)))
+        return x
+
+    def get_config(self):
+        return {**super().get_config(), "kind": self.kind}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    generator = np.random.default_rng(5)
+    rows = {"features_0": generator.normal(size=(23, 4)), "label_0": generator.normal(size=23)}
+    folder = tmp_path_factory.mktemp("numbers")
+    pack(rows, folder / "plain")
+    pack({**rows, "sample_weight": generator.uniform(size=23)}, folder / "weighted")
+    return folder
+
+
+def try_loss(folder, tmp_path, loss, adding, rows="plain", **changes):
+    with in_float64():
+        net = keras.Sequential([keras.Input((4,)), *([Adds(adding)] if adding else []), dense(1, 1)])
+        dry_run(make_training(folder, tmp_path, rows=rows, model=net, loss=loss, **{"metrics": [], **changes}), None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "layer", "rows"),
+    [
+        *(
+            (loss, None, "plain")
+            for loss in (by_row, mean, fraction, of_sums, "mse", OwnCall(), OwnCall(reduction="sum"))
+        ),
+        *((loss, None, "weighted") for loss in (by_row, fraction, losses.MeanSquaredError(reduction="sum"))),
+        ("mse", "mean", "plain"),
+        ("mse", "mean, noise", "plain"),
+    ],
+)
+def test_mean_by_row_or_fraction_passes_the_trial_step(loss, layer, rows, numbers, tmp_path):
+    try_loss(numbers, tmp_path, loss, layer, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("loss", "layer", "rows", "said"),
+    [
+        (
+            total,
+            None,
+            "plain",
+            "the loss total is not a mean over rows: it is .* for the first 16 rows, and .* 5 and 11",
+        ),
+        (root, None, "plain", "the loss root is not a mean over rows"),
+        (
+            scalar_fraction,
+            None,
+            "plain",
+            r"Return a value for each row .*\(numerator, denominator\).*loss_is_per_worker",
+        ),
+        (Pairs(), None, "plain", r"label_0 is \['rows'\] and the output \['rows', 1\]: .* compared in all pairs"),
+        (losses.Dice(), None, "plain", "the loss dice is not a mean"),
+        ("mse", "sum", "plain", "the loss added by adds.* is not a mean"),
+        ("mse", "sum, noise", "plain", "the loss added by adds.* is not a mean"),
+        (mean, None, "weighted", "the loss mean returns one number for all rows, which sample weights cannot"),
+        (of_sums, None, "weighted", "the loss of_sums returns one number for all rows"),
+    ],
+)
+def test_loss_that_is_no_mean_over_rows_is_refused_unless_declared(loss, layer, rows, said, numbers, tmp_path):
+    with pytest.raises(InvalidSettingsError, match=said):
+        try_loss(numbers, tmp_path, loss, layer, rows=rows)
+    try_loss(numbers, tmp_path, loss, layer, rows=rows, loss_is_per_worker=True)
+
+
+def test_fraction_of_parts_is_that_of_the_whole_batch(numbers, tmp_path):
+    with in_float64():
+        net = keras.Sequential([keras.Input((4,)), dense(1, 1)])
+        ready = prepare(make_training(numbers, tmp_path, model=net, loss=of_sums, metrics=[]))
+    columns = Dataset.open(numbers / "plain").reader("train", batch_size=23, shuffle=False)
+    rows = next(iter(columns.epoch(0))).tensors
+    expected = divided(ready, rows, [0, 23])
+    logs, gradients = divided(ready, rows, [0, 2, 9, 23])
+    one, other = of_sums(rows["label_0"], net(rows["features_0"])[:, 0])
+    assert logs["loss"] == pytest.approx(float(one / other), rel=1e-6)
+    assert logs == pytest.approx(expected[0], rel=1e-9)
+    for gradient, wanted in zip(gradients, expected[1], strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-9)
+
+
+# --- metrics, and losses with a state -----------------------------------------------------------------
+
+
+def absolute(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def absolute_by_row(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+
+def squeezed(y_true, y_pred):
+    return absolute(y_true, ops.squeeze(y_pred, 1))
+
+
+def bias(y_true, y_pred):
+    return ops.mean(y_true) - ops.mean(y_pred)
+
+
+@pytest.mark.parametrize(
+    ("metric", "refused"), [(absolute, True), (absolute_by_row, True), (squeezed, False), (bias, False), ("mae", False)]
+)
+def test_metric_that_compares_all_pairs_of_rows_is_refused(metric, refused, numbers, tmp_path):
+    said = r"labels \[4\] and outputs \[4, 1\] in all pairs"
+    with pytest.raises(DataError, match=said) if refused else contextlib.nullcontext():
+        try_loss(numbers, tmp_path, "mse", None, metrics=[metric])
+
+
+class Stateful(keras.losses.Loss):
+    """A loss with a state in Python, and one in a variable: both count its calls."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls, self.steps = 0, keras.Variable(0.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        self.calls += 1
+        self.steps.assign_add(1.0)
+        return ops.square(y_true - y_pred[:, 0]) * self.calls * ops.cast(self.steps.value, y_pred.dtype)
+
+
+def test_loss_with_a_state_is_called_as_often_as_by_keras(numbers, tmp_path):
+    with in_float64():
+        net, plain = (keras.Sequential([keras.Input((4,)), dense(1, 1)]) for _ in range(2))
+        plain.compile("sgd", loss=Stateful())
+    rows = next(iter(Dataset.open(numbers / "plain").reader("train", batch_size=23, shuffle=False).epoch(0))).tensors
+    settings = {"model": net, "loss": Stateful(), "optimizer": "sgd", "metrics": [], "epochs": 3, "batch_size": 23}
+    training = make_training(numbers, tmp_path, shuffle=False, **settings)
+    dry_run(training, None)
+    losses_of_epochs = [row["loss"] for row in trainings.alone(training)["history"]]
+    with in_float64():
+        fitted = plain.fit(rows["features_0"], rows["label_0"], batch_size=23, epochs=3, shuffle=False, verbose=0)
+    assert losses_of_epochs == pytest.approx(fitted.history["loss"], rel=1e-9)
