@@ -264,7 +264,7 @@ class _Normalise(Function):
                 given, values, scale, mean, var, None, None, False, eps, [ctx.needs_input_grad[0], True, True]
             )
         if not counts:  # the substitute rows have no gradient
-            of_input, of_weight, of_bias = torch.zeros_like(of_input), torch.zeros_like(mean), torch.zeros_like(mean)
+            of_input, of_weight, of_bias = torch.zeros_like(given), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
             sums = sum_over_group(group, torch.cat([of_bias, of_weight]).double())
             if counts and input.numel():

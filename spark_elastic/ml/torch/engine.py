@@ -151,25 +151,27 @@ class TorchEngine(Engine):
         numbers[-1] = stop
         pieces: list[Piece] = []
         share = None
-        passes = max(len(parts), self._passes_of_all(batch))
+        without = max(0, self._passes_of_all(batch) - len(parts))
+        passes = without + len(parts)
         for number in range(passes):
-            if number < len(parts):
-                part = parts[number]
-                with single_row_norm(model, part.rows):
-                    result = objective.forward(model, part)
-                share = objective.share(result, batch.global_rows, counts)
-                pieces.append(metrics.measure(result, part.rows, numbers))
-            else:
-                with without_rows():
+            with without_rows() if number < without else nullcontext():
+                if number < without:
                     result = objective.forward(model, self._maker.first_row)
-                share = objective.share(result, batch.global_rows, counts) * 0.0
-            if number < passes - 1:
-                share.backward()  # type: ignore[no-untyped-call]
+                    share = objective.share(result, batch.global_rows, counts) * 0.0
+                else:
+                    part = parts[number - without]
+                    with single_row_norm(model, part.rows):
+                        result = objective.forward(model, part)
+                    share = objective.share(result, batch.global_rows, counts)
+                    pieces.append(metrics.measure(result, part.rows, numbers))
+                if number < passes - 1:
+                    share.backward()  # type: ignore[no-untyped-call]
         self._own_loss = metrics.non_finite_loss(numbers.numpy())
         self.optimizer.attach_scalars(numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
         if share is not None:
-            share.backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if parts else without_rows():
+                share.backward()  # type: ignore[no-untyped-call]
         return numbers, all_pieces
 
     def _passes_of_all(self, batch: Batch) -> int:
@@ -181,20 +183,12 @@ class TorchEngine(Engine):
     def _apply(self) -> None:
         """Reduce, clip, and do the optimizer's step."""
         training, optimizer, exact = self._training, self.optimizer, self._exact is not None
-        if self._size == 1 and not exact:
-            # In a larger world a parameter without a gradient is reduced as zeros; one worker must do the same.
-            for param in self._params:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
         if training.clip_norm is None and training.clip_value is None:
             optimizer.step()
             return
         if not exact:
             optimizer.synchronize()
-        if training.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params, training.clip_norm)
-        if training.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self._params, training.clip_value)
+        clip_gradients(self._params, training.clip_norm, training.clip_value)
         with nullcontext() if exact else optimizer.skip_synchronize():
             optimizer.step()
 
@@ -300,6 +294,22 @@ class TorchEngine(Engine):
             self.optimizer.detach()  # the model may be trained again in this process
         else:
             self._exact.workers.close()
+
+
+def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: float | None) -> None:
+    """Bound the norm of all gradients together, then each of their values, in place; a sparse gradient's by entries."""
+    clipped = []
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:  # torch clips dense gradients alone
+            param.grad = param.grad.coalesce()
+            entries = param.grad.values()
+            param = torch.empty_like(entries)
+            param.grad = entries
+        clipped.append(param)
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(clipped, norm)
+    if value is not None:
+        torch.nn.utils.clip_grad_value_(clipped, value)
 
 
 # --- the training ---------------------------------------------------------------------------------
