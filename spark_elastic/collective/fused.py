@@ -6,6 +6,7 @@ fills the buckets in `torch.gradients`.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -496,6 +497,11 @@ def _uses(bucket: Bucket) -> int:
 # --- sums over the rows of all members within a pass, for synchronised batch normalisation ---------------
 
 _without_rows = False
+sums_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The forward passes whose backward passes have still to sum over the members.
+
+Until then no gradients are sent: a member without some of them sends at another moment, and the order would differ.
+"""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
-from spark_elastic.collective.fused import Bucket, is_without_rows, partition
+from spark_elastic.collective.fused import Bucket, is_without_rows, partition, sums_in_backward
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
@@ -226,6 +226,8 @@ class BackwardReducer:
 
     def _send_full(self) -> None:
         buckets = self._buckets
+        if sums_in_backward:
+            return
         while self.launched < len(buckets):
             bucket = buckets[self.launched]
             if bucket.ready < len(bucket.params) or self._failure is not None:
