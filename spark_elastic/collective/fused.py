@@ -6,6 +6,7 @@ fills the buckets in `torch.gradients`.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,10 +52,12 @@ class Bucket:
         align: each view begins at a multiple of this many bytes.
 
     Attributes:
-        flat: the buffer, for the gradients, then the piggyback numbers, then the flag.
+        flat: the buffer, for the gradients, then the piggyback numbers, then `given`, then the flag.
         views: the gradients in `flat`, shaped like their parameters.
         piggyback: the view of `flat` with the numbers sent along; None without such numbers, or if the sent type would
             round them.
+        given: an element of `flat` for each gradient: the number of members that gave one, or what rounding leaves of
+            that number, which is never 0.
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
         error: what rounding for the wire took off this member's gradients of the steps before, in the order of `flat`;
@@ -81,19 +84,23 @@ class Bucket:
         sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
             piggyback = 0
-        self.flat = torch.zeros(sum(sizes) + piggyback + flagged, dtype=first.dtype, device=first.device)
-        self.flag = self.flat[-1] if flagged else None
-        self.piggyback = self.flat[sum(sizes) : sum(sizes) + piggyback] if piggyback else None
-        pieces = self.flat[: sum(sizes)].split(sizes)
+        count = sum(sizes) + piggyback + len(sizes) + flagged
+        self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
+        *pieces, numbers, self.given, flag = self.flat.split([*sizes, piggyback, len(sizes), int(flagged)])
+        self.piggyback = numbers if piggyback else None
+        self.flag = flag[0] if flagged else None
         self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
         """The index in `flat` at which each gradient begins, and the index behind the last one."""
         self._sources: list[torch.Tensor | None] = []
+        self._missing: list[int] = []
+        """The indices of the gradients that this member did not give."""
         self._before = 1.0
         self.after = 1.0
         self.error = self.flat.new_zeros(sum(sizes)) if self._has_error_feedback() else None
         self._wire: torch.Tensor | None = None
         self._context: Any = None
+        self._sent_shape = torch.Size()
 
     def _has_error_feedback(self) -> bool:
         compression, dtype = self.compression, self.flat.dtype
@@ -115,11 +122,13 @@ class Bucket:
     def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Launch the reduction of the scaled gradients; `flag` and `piggyback` are sent with their present values.
 
+        Rounding and a user's compressor are applied to the gradients alone.
+
         Args:
             group: the members.
             op: Gloo's operator.
-            gradients: in the order of `params`, shaped like them, or None for zeros. They may be the views, and are no
-                longer needed when this returns.
+            gradients: in the order of `params`, shaped like them; None: this member has none. They may be the views,
+                and are no longer needed when this returns.
 
         Returns:
             The work. After waiting for it, call `unpack`.
@@ -128,6 +137,10 @@ class Bucket:
             None if gradient is None else _flattened(gradient, view)
             for gradient, view in zip(gradients, self.views, strict=True)
         ]
+        self._missing = [at for at, source in enumerate(self._sources) if source is None]
+        self.given.fill_(1)
+        for at in self._missing:
+            self.given[at] = 0
         try:
             if self.compression is NoneCompressor:
                 return group.allreduce(self.flat, op, self._fill)
@@ -166,8 +179,10 @@ class Bucket:
             if self.error is None:
                 return self._wire.copy_(self.flat)
             return self._feed_back(self.error, self._wire)
-        self._wire, self._context = self.compression.compress(self.flat)
-        self._wire = self._wire.contiguous()
+        end = self._starts[-1]
+        sent, self._context = self.compression.compress(self.flat[:end])
+        self._sent_shape = sent.shape
+        self._wire = torch.cat([sent.reshape(-1), self.flat[end:].to(sent)])
         return self._wire
 
     def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
@@ -215,8 +230,21 @@ class Bucket:
             return
         if issubclass(self.compression, CastCompressor):
             self.flat.copy_(self._wire)
-        else:
-            self.flat.copy_(self.compression.decompress(self._wire, self._context))
+            return
+        end = self._starts[-1]
+        received, rest = self._wire.split([self._sent_shape.numel(), self.flat.numel() - end])
+        self.flat[:end].copy_(self.compression.decompress(received.view(self._sent_shape), self._context))
+        self.flat[end:].copy_(rest)
+
+    def given_by_none(self) -> list[int]:
+        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`.
+
+        A member that gave all of them does not read `given`, which on a GPU would take as long as the sum.
+        """
+        if not self._missing:
+            return []
+        counts = self.given.tolist()
+        return [at for at in self._missing if not counts[at]]
 
 
 def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -469,14 +497,19 @@ def _uses(bucket: Bucket) -> int:
 # --- sums over the rows of all members within a pass, for synchronised batch normalisation ---------------
 
 _without_rows = False
+sums_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The forward passes whose backward passes have still to sum over the members.
+
+Until then no gradients are sent: a member without some of them sends at another moment, and the order would differ.
+"""
 
 
 @contextmanager
 def without_rows() -> Iterator[None]:
     """Let the passes in this context take part in the others' statistics without adding rows to them.
 
-    A rank that has no rows of a batch uses it: it calls the model on a substitute row, to take part in as many
-    collectives as the others.
+    A rank that has no rows of a batch uses it: it calls the model on a substitute row, forward and backward, to take
+    part in as many collectives as the others. Such passes come before those with rows, and leave no gradients.
     """
     global _without_rows
     before, _without_rows = _without_rows, True

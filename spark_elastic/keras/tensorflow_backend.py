@@ -41,6 +41,8 @@ class TensorFlowSteps:
         self._added: tf.Variable | None = None
         self._weights: tf.Variable | None = None
         self._sums: list[tf.Variable] = []
+        self._given: set[int] = set()
+        """The numbers of the variables with a gradient in a call of this step; in graphs, in any call."""
 
     def applied(self) -> tf.Tensor:
         """Return the number of steps reduced here that were applied, or that all members skipped."""
@@ -68,6 +70,8 @@ class TensorFlowSteps:
         for variable in (self._added, self._weights, *self._sums):
             if variable is not None:
                 variable.assign(tf.zeros_like(variable))
+        if tf.executing_eagerly():
+            self._given.clear()
 
     def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
         """Reduce gradients without applying them or counting a step."""
@@ -110,7 +114,8 @@ class TensorFlowSteps:
         if weight is not None:
             self._weights.assign_add(tf.cast(weight, tf.float64))
         added = self._added.assign_add(1)
-        present = [grad is not None for grad in grads]
+        self._given.update(number for number, grad in zip(numbers, grads, strict=True) if grad is not None)
+        present = [number in self._given for number in numbers]
 
         def complete() -> tf.Tensor:
             assert self._weights is not None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
-from spark_elastic.collective.fused import Bucket, partition
+from spark_elastic.collective.fused import Bucket, is_without_rows, partition, sums_in_backward
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
@@ -42,8 +42,9 @@ class BackwardReducer:
 
     All members send the buckets in one order, each bucket as soon as backward has computed all gradients in it and in
     the buckets before it. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view
-    of the bucket that receives the result. The last bucket has one more element, a flag: the driver has announced a
-    coming world to this member.
+    of the bucket that receives the result. A parameter of which no member has a gradient keeps none: an optimizer would
+    move it by momentum and weight decay, given zeros. The last bucket has one more element, a flag: the driver has
+    announced a coming world to this member.
 
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
     sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse. Members of an
@@ -147,6 +148,8 @@ class BackwardReducer:
 
     def accumulated(self, slot: GradientSlot) -> None:
         """Count a backward pass that has added to the gradient of this parameter; send the buckets that are full."""
+        if is_without_rows():
+            slot.param.grad = None
         slot.left -= 1
         if slot.left:
             if slot.left < 0:
@@ -223,6 +226,8 @@ class BackwardReducer:
 
     def _send_full(self) -> None:
         buckets = self._buckets
+        if sums_in_backward:
+            return
         while self.launched < len(buckets):
             bucket = buckets[self.launched]
             if bucket.ready < len(bucket.params) or self._failure is not None:
@@ -243,7 +248,7 @@ class BackwardReducer:
         gradients = [param.grad for param in bucket.params]
         self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
-            param.grad = view
+            param.grad = view  # also for those without one, until `_reduce` knows that no member has one
 
     # --- at the end of the step ---------------------------------------------------------------
 
@@ -341,6 +346,8 @@ class BackwardReducer:
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
             bucket.unpack()
+            for index in bucket.given_by_none():
+                bucket.params[index].grad = None
             if bucket.piggyback is not None and scalars is not None:
                 scalars.copy_(bucket.piggyback)
             if bucket.after != 1.0:
@@ -359,7 +366,8 @@ class BackwardReducer:
     def _gather(self, slot: GradientSlot) -> Callable[[], None]:
         """Start to gather the entries of a sparse gradient; return the function that completes it.
 
-        Entries of several members with the same index are summed.
+        Entries of several members with the same index are summed. A member without a gradient sends no entries; a
+        gradient without entries, which is a gradient nevertheless, is sent as one with the index -1.
         """
         param = slot.param
         grad = param.grad if param.grad is not None else _no_entries(param)
@@ -368,13 +376,21 @@ class BackwardReducer:
         grad = grad.coalesce()
         assert self._group is not None
         divisor = self._group.size if self.op is Average else 1
+        places, sent = grad.indices().t().contiguous(), grad.values() / divisor
+        if param.grad is not None and not len(places):
+            places, sent = places.new_full((1, grad.sparse_dim()), -1), sent.new_zeros((1, *sent.shape[1:]))
         indices, values = (
-            Handle(self._group, *launch_now(start_allgather(self._group, part)))
-            for part in (grad.indices().t().contiguous(), grad.values() / divisor)
+            Handle(self._group, *launch_now(start_allgather(self._group, part))) for part in (places, sent)
         )
 
         def complete() -> None:
-            param.grad = torch.sparse_coo_tensor(indices.wait().t(), values.wait(), param.shape).coalesce()
+            at, received = indices.wait(), values.wait()
+            if not len(at):
+                param.grad = None
+                return
+            if (at < 0).any():
+                at, received = at[at[:, 0] >= 0], received[at[:, 0] >= 0]
+            param.grad = torch.sparse_coo_tensor(at.t(), received, param.shape).coalesce()
 
         return complete
 

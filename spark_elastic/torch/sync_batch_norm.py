@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from spark_elastic.collective.fused import is_without_rows, normalised_group, sum_over_group
+from spark_elastic.collective.fused import is_without_rows, normalised_group, sum_over_group, sums_in_backward
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 
@@ -245,6 +245,8 @@ class _Normalise(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, var)
         ctx.rest = count, eps, group, counts
+        if ctx.needs_input_grad[0]:
+            sums_in_backward.add(ctx)
         if not input.numel():
             return torch.empty_like(input)
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
@@ -264,8 +266,9 @@ class _Normalise(Function):
                 given, values, scale, mean, var, None, None, False, eps, [ctx.needs_input_grad[0], True, True]
             )
         if not counts:  # the substitute rows have no gradient
-            of_input, of_weight, of_bias = torch.zeros_like(of_input), torch.zeros_like(mean), torch.zeros_like(mean)
+            of_input, of_weight, of_bias = torch.zeros_like(given), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
+            sums_in_backward.discard(ctx)
             sums = sum_over_group(group, torch.cat([of_bias, of_weight]).double())
             if counts and input.numel():
                 of_bias_all, of_weight_all = sums.div_(count).chunk(2)

@@ -55,7 +55,7 @@ class KerasVirtualShard(VirtualShard):
 
         Args:
             gradients: One for each of the variables that are trained, in their order: a tensor, a `tf.IndexedSlices`,
-                which is added up as a dense tensor, or None for zeros.
+                which is added up as a dense tensor, or None.
         """
         found = self._take(list(gradients))
         if self.taken is None:
@@ -99,6 +99,8 @@ class KerasVirtualWorkers:
         self._gradients: list[Any] | None = None
         """The gradients of the last whole batch; None: there are none."""
         self._like: list[torch.Tensor] = []
+        self._given = torch.zeros(0)
+        """For each variable that is trained, a number above 0 if a shard of the present batch had its gradient."""
         self._check = EnvironmentCheck(environment(threads), log)
         self.environment = self._check.environment
         """What the bits of the result depend on besides the program and its data."""
@@ -167,6 +169,7 @@ class KerasVirtualWorkers:
         trained = self._trained() if training else []
         width, summed = self._variables.begin_step(), numbers.shape[1]
         matrix = torch.zeros((self.count, 1 + summed + width), dtype=torch.float64)
+        self._given = torch.zeros(len(trained), dtype=torch.float64)
         sums = self._reduction.partial_sums()
         others = _OtherVariables(self)
         try:
@@ -208,7 +211,10 @@ class KerasVirtualWorkers:
 
     @property
     def gradients(self) -> list[Any]:
-        """The gradients of the whole batch, one for each of the variables that are trained, in their order."""
+        """The gradients of the whole batch, one for each of the variables that are trained, in their order.
+
+        None for a variable of which no shard had a gradient.
+        """
         if self._gradients is None:
             raise UsageError(
                 "there are no gradients of a whole batch: go through all of workers.shards(...) before each step of "
@@ -277,10 +283,11 @@ class KerasVirtualWorkers:
                 "the model; give those for model.trainable_variables, in their order"
             )
         taken = []
-        for gradient, like, variable in zip(gradients, self._like, variables, strict=True):
+        for at, (gradient, like, variable) in enumerate(zip(gradients, self._like, variables, strict=True)):
             if gradient is None:
                 taken.append(torch.zeros_like(like))
                 continue
+            self._given[at] = 1.0
             dense = tf.convert_to_tensor(gradient)
             if tuple(dense.shape) != tuple(like.shape) or dense.dtype != native(variable).dtype:
                 raise UsageError(
@@ -294,11 +301,14 @@ class KerasVirtualWorkers:
         if like:
             for begins in list(fused.on_reduction):
                 begins()
-        vector = torch.cat([matrix.view(-1), torch.tensor([vote], dtype=torch.float64)])
+        vector = torch.cat([matrix.view(-1), self._given, torch.tensor([vote], dtype=torch.float64)])
         results = self._reduction.exchange(like, sums, vector)
-        matrix.copy_(vector[:-1].view(matrix.shape))
+        matrix.copy_(vector[: matrix.numel()].view(matrix.shape))
         if like:  # copied, because the next step uses the same memory
-            self._gradients = [tf.constant(array_from(result.contiguous())) for result in results]
+            self._gradients = [
+                tf.constant(array_from(result.contiguous())) if count else None
+                for result, count in zip(results, vector[matrix.numel() : -1].tolist(), strict=True)
+            ]
         return float(vector[-1])
 
     # --- what the bits depend on ------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class GradientRecord:
     together once the gradients are recorded.
 
     Attributes:
-        grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`.
+        grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`; None if the loss does not depend on it, as
+            the optimizer expects it.
         variables: the variables that the gradients belong to.
 
     Raises:
@@ -90,12 +91,8 @@ class GradientRecord:
                 "the loss does not depend on any weight that is trained: they are frozen (trainable=False), or the "
                 "model stops the gradient"
             )
-        # in a larger world a variable without a gradient is reduced as zeros; one worker must do the same
-        pairs = [
-            tf.zeros(variable.shape, tf.as_dtype(variable.dtype)) if grad is None else grad
-            for grad, variable in zip(self.grads, self.variables, strict=True)
-        ]
-        self.grads = pairs if self._scaled else [_times(grad, self._share) for grad in pairs]
+        if not self._scaled:
+            self.grads = [_times(grad, self._share) for grad in self.grads]
 
 
 # --- the graphs ---------------------------------------------------------------------------------------
@@ -192,7 +189,8 @@ class StepGraphs:
         grads, numbers = self._reducer(grads, numbers)
         grads = [_unique_indices(grad) for grad in grads]
         # The optimizer's count of steps depends on no gradient, so TensorFlow could increment it before the reduction.
-        with tf.control_dependencies([*tf.nest.flatten(grads, expand_composites=True), numbers]):
+        given = [grad for grad in grads if grad is not None]
+        with tf.control_dependencies([*tf.nest.flatten(given, expand_composites=True), numbers]):
             self._optimizer.apply(self._clipped(grads), self._variables)
         return numbers
 
@@ -200,11 +198,11 @@ class StepGraphs:
         norm, value = self._training.clip_norm, self._training.clip_value
         scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
-            squares = [tf.reduce_sum(tf.cast(_values(grad), tf.float64) ** 2) for grad in grads]
+            squares = [tf.reduce_sum(tf.cast(_values(each), tf.float64) ** 2) for each in grads if each is not None]
             longest = norm * tf.cast(scale, tf.float64)
             grads = [_times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
         if value is not None:
-            grads = [_bounded(grad, value * tf.cast(scale, grad.dtype)) for grad in grads]
+            grads = [_bounded(grad, value * tf.cast(scale, tf.float64)) for grad in grads]
         return grads
 
     @property
@@ -217,7 +215,7 @@ class StepGraphs:
         self._metrics.reset()
         grads, returned = self._part(tensors, of_part)
         numbers = tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
-        return [tf.convert_to_tensor(grad) for grad in grads], numbers
+        return [None if grad is None else tf.convert_to_tensor(grad) for grad in grads], numbers
 
     def _update(self, grads: list[Any]) -> None:
         """Do the optimizer's step with the gradients of a whole batch."""
@@ -357,9 +355,11 @@ def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that makes zeros in place of a gradient; a sparse gradient is given no entries.
 
     Args:
-        grad: the gradient, whose own shape is not fully known in some graphs.
+        grad: the gradient, whose own shape is not fully known in some graphs; None stays None.
         shape: the shape of its variable.
     """
+    if grad is None:
+        return lambda: None
     if not isinstance(grad, tf.IndexedSlices):
         return partial(tf.zeros, shape, grad.dtype)
     dtype, index = grad.values.dtype, grad.indices.dtype
@@ -368,6 +368,8 @@ def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
 
 def _map_values(function: Callable[[Any], Any], grad: Any) -> Any:
     """Apply a function to the values of a gradient; of a sparse gradient, to the values of its entries."""
+    if grad is None:
+        return None
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
     return function(grad)
@@ -378,7 +380,11 @@ def _times(grad: Any, factor: Any) -> Any:
 
 
 def _bounded(grad: Any, most: Any) -> Any:
-    return _map_values(lambda values: tf.clip_by_value(values, -most, most), grad)
+    def bounded(values: Any) -> Any:
+        limit = tf.cast(most, values.dtype)
+        return tf.clip_by_value(values, -limit, limit)
+
+    return _map_values(bounded, grad)
 
 
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -389,7 +395,7 @@ def _plus(one: Any, other: Any) -> Any:
     if isinstance(one, tf.IndexedSlices):  # equal indices are added up later, see `_unique_indices`
         values = tf.concat([one.values, other.values], 0)
         return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
-    return one + other
+    return None if one is None else one + other
 
 
 def _values(grad: Any) -> Any:

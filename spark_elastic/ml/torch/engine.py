@@ -148,30 +148,33 @@ class TorchEngine(Engine):
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
-        passes = max(len(parts), self._passes_of_all(batch))
-        results: Iterable[ForwardResult] = (self._forward(parts, number) for number in range(passes))
+        without = max(0, self._passes_of_all(batch) - len(parts))
+        passes = without + len(parts)
+        results: Iterable[ForwardResult] = (self._forward(parts, number - without) for number in range(passes))
         if objective.coupled:
             results = list(results)
-            table = [torch.tensor(each.counts, dtype=torch.float64) for each in results[: len(parts)]]
+            table = [torch.tensor(each.counts, dtype=torch.float64) for each in results[without:]]
             counts = hvd.allreduce_(sum(table, torch.zeros(len(objective), dtype=torch.float64)), op=hvd.Sum).tolist()
         for number, result in enumerate(results):
             share = objective.share(result, batch.global_rows, counts)
-            if number < len(parts):
-                pieces.append(metrics.measure(result, parts[number].rows, numbers))
-            else:
+            if number < without:
                 share = share * 0.0
+            else:
+                pieces.append(metrics.measure(result, parts[number - without].rows, numbers))
             if number < passes - 1:
-                share.backward()  # type: ignore[no-untyped-call]
+                with without_rows() if number < without else nullcontext():
+                    share.backward()  # type: ignore[no-untyped-call]
         self._own_loss = metrics.non_finite_loss(numbers.numpy())
         self.optimizer.attach_scalars(numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
         if share is not None:
-            share.backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if parts else without_rows():
+                share.backward()  # type: ignore[no-untyped-call]
         return numbers, all_pieces
 
     def _forward(self, parts: Sequence[TorchBatch], number: int) -> ForwardResult:
-        """Run the forward pass of a part; of the first row without counting it, if this worker has fewer parts."""
-        if number >= len(parts):
+        """Run the forward pass of a part; below 0, of the first row without counting it."""
+        if number < 0:
             with without_rows():
                 return self._objective.forward(self.model, self._maker.first_row)
         with single_row_norm(self.model, parts[number].rows):
@@ -186,11 +189,6 @@ class TorchEngine(Engine):
     def _apply(self, numbers: torch.Tensor, global_rows: int) -> None:
         """Reduce, scale, clip, and do the optimizer's step; `numbers` are reduced with the gradients."""
         training, optimizer, exact = self._training, self.optimizer, self._exact is not None
-        if self._size == 1 and not exact:
-            # In a larger world a parameter without a gradient is reduced as zeros; one worker must do the same.
-            for param in self._params:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
         if not exact:
             optimizer.synchronize()
         counts = numbers[1 : self.metrics.rows_position : 2].tolist()
@@ -198,10 +196,7 @@ class TorchEngine(Engine):
             for param in self._params:
                 if param.grad is not None:
                     param.grad.mul_(scale)
-        if training.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params, training.clip_norm)
-        if training.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self._params, training.clip_value)
+        clip_gradients(self._params, training.clip_norm, training.clip_value)
         with nullcontext() if exact else optimizer.skip_synchronize():
             optimizer.step()
 
@@ -307,6 +302,22 @@ class TorchEngine(Engine):
             self.optimizer.detach()  # the model may be trained again in this process
         else:
             self._exact.workers.close()
+
+
+def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: float | None) -> None:
+    """Bound the norm of all gradients together, then each of their values, in place; a sparse gradient's by entries."""
+    clipped = []
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:  # torch clips dense gradients alone
+            param.grad = param.grad.coalesce()
+            entries = param.grad.values()
+            param = torch.empty_like(entries)
+            param.grad = entries
+        clipped.append(param)
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(clipped, norm)
+    if value is not None:
+        torch.nn.utils.clip_grad_value_(clipped, value)
 
 
 # --- the training ---------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class VirtualWorkers:
         trains = torch.is_grad_enabled()
         others = _Others(self) if trains else None
         params = self._params() if trains else []
+        given = torch.zeros(len(params), dtype=torch.float64)
         has_buffers = (width := self._buffers.begin_step()) > 0
         width = width if trains else 0
         matrix = torch.zeros((self.count, 1 + numbers.shape[1] + width), dtype=torch.float64)
@@ -147,7 +148,7 @@ class VirtualWorkers:
                     self._buffers.begin_shard()
                 self.seed_shard(key, index)
                 yield VirtualShard(index, start, stop, self._names, numbers[index])
-                sums.add(self._taken(params) if trains else [])
+                sums.add(self._taken(params, given) if trains else [])
                 matrix[index, 0] = 1.0
                 matrix[index, 1 : 1 + numbers.shape[1]] = numbers[index]
                 if width:
@@ -157,7 +158,7 @@ class VirtualWorkers:
             if not self._has_computed:
                 self._own.check_none_was_made(self._drawing)
                 self._has_computed = True
-            vote = self._exchange(params, sums, matrix, vote)
+            vote = self._exchange(params, sums, given, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
                 present = [index for index in range(self.count) if matrix[index, 0]]
@@ -233,25 +234,38 @@ class VirtualWorkers:
             if id(param) not in kept:
                 param.grad = None
 
-    def _taken(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of a shard, zeros where there is none, and take them from the parameters."""
+    @staticmethod
+    def _taken(params: Sequence[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients of a shard, zeros where there is none, and take them from the parameters.
+
+        Elements of `given` become 1 where there is one.
+        """
         gradients = []
-        for param in params:
+        for at, param in enumerate(params):
             gradient, param.grad = param.grad, None
             if gradient is not None and gradient.is_sparse:
                 raise UsageError(
                     f"a gradient is sparse (of a parameter of shape {list(param.shape)}); virtual workers add up dense "
                     "gradients alone: use sparse=False in torch.nn.Embedding"
                 )
+            if gradient is not None:
+                given[at] = 1.0
             gradients.append(torch.zeros_like(param) if gradient is None else gradient.detach())
         return gradients
 
-    def _exchange(self, params: Sequence[torch.Tensor], sums: PartialSums, matrix: torch.Tensor, vote: float) -> float:
-        vector = torch.cat([matrix.view(-1), torch.tensor([vote], dtype=torch.float64)])
+    def _exchange(
+        self,
+        params: Sequence[torch.Tensor],
+        sums: PartialSums,
+        given: torch.Tensor,
+        matrix: torch.Tensor,
+        vote: float,
+    ) -> float:
+        vector = torch.cat([matrix.view(-1), given, torch.tensor([vote], dtype=torch.float64)])
         results = self._reduction.exchange(params, sums, vector)
-        matrix.copy_(vector[:-1].view(matrix.shape))
-        for param, result in zip(params, results, strict=True):
-            param.grad = result
+        matrix.copy_(vector[: matrix.numel()].view(matrix.shape))
+        for param, result, count in zip(params, results, vector[matrix.numel() : -1].tolist(), strict=True):
+            param.grad = result if count else None
         return float(vector[-1])
 
     # --- what the bits depend on ------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def reduced(gradient, size: int, compression, op=Average, predivide: float = 1.0
     bucket.scale(op, predivide, size)
     bucket.send(Alike(size), op.gloo, [gradient])
     bucket.unpack()
-    return bucket.flat * bucket.after
+    return bucket.views[0] * bucket.after
 
 
 SIZES = [1, 2, 3, 8, 64, 100, 1024]
@@ -139,7 +139,7 @@ def arrived(*gradients) -> list[list[float]]:
     for gradient in gradients:
         bucket.send(Alike(2), Average.gloo, [torch.tensor(gradient)])
         bucket.unpack()
-        out.append((bucket.flat * bucket.after).tolist())
+        out.append((bucket.views[0] * bucket.after).tolist())
     return out
 
 
