@@ -89,6 +89,7 @@ def _hooks_of(owner: Any) -> dict[str, list[str]]:
 
 
 def _name(hook: Any) -> str:
+    hook = getattr(hook, "hook", hook)  # torch wraps some of them, and a copied wrapper has lost its name
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
