@@ -26,7 +26,7 @@ from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import StepPlace
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, load_state, state_of, to_bytes, weights_to_bytes
-from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, adopt, build_optimizer
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, gather_pieces
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
@@ -355,6 +355,7 @@ def train(training: TorchTraining) -> TrainingResult:
         DataError: they do not go with the data.
         CheckpointError: `resume_from` cannot be used.
     """
+    adopt(training.config)
     hvd.init()
     return assemble(training).run()
 

@@ -18,7 +18,7 @@ from spark_elastic.ml.callbacks import BestCheckpoint
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.wire.pickling import dumps
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,26 @@ def with_parametrizations() -> tuple[nn.Module, Any]:
 def test_training_gives_the_weights_of_plain_torch(make: Callable[[], tuple[nn.Module, Any]], dataset: Dataset) -> None:
     fitted = assert_like_one_process(make, dataset)
     assert not differences({"model": make()[0].eval()}, {"model": fitted})
+
+
+class Elsewhere(HereEstimator):
+    def _run_job(self, *arguments: Any) -> Any:
+        torch.set_default_dtype(torch.float32)  # as in a new process
+        return super()._run_job(*arguments)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double()) + torch.zeros(3)
+
+
+def test_workers_have_the_default_dtype_of_the_driver(dataset: Dataset) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        Elsewhere(**settings(model=Doubled(6, 3))).from_dataset_path(dataset)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def replaced_step() -> dict[str, Any]:
