@@ -202,17 +202,17 @@ def first_line(error: Exception) -> str:
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
-    """Return the call `(fn, args, kwargs)`, pickled by cloudpickle.
+    """Return the call `(fn, args, kwargs)`, pickled.
 
     Raises:
         NotPicklableError: Names the object inside the call that cannot be pickled, and the path to it
             (`fn → model → lock`).
     """
-    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+    from spark_elastic.wire.pickling import dumps
 
     call = (fn, tuple(args), dict(kwargs or {}))
     try:
-        return bytes(cloudpickle.dumps(call))
+        return dumps(call)
     except Exception as error:
         path, culprit, reason = _find_culprit(call, error)
         raise NotPicklableError(
@@ -250,10 +250,10 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
 
 
 def _why_not(value: Any) -> str | None:
-    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+    from spark_elastic.wire.pickling import dumps
 
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception as error:
         return first_line(error)
     return None

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import cloudpickle
 from pyspark.ml import Model
 
 from spark_elastic.data import travel
@@ -33,6 +32,7 @@ from spark_elastic.ml.serving import (
 )
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
+from spark_elastic.wire.pickling import dumps
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         about = (application, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
-            payload = cloudpickle.dumps(self._saved_predictor())
+            payload = dumps(self._saved_predictor())
             shipped = send(context, payload) if remote else context.broadcast(payload)
             self._shipments[about] = (uuid.uuid4().hex, shipped)
         return self._shipments[about]

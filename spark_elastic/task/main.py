@@ -40,6 +40,7 @@ from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.messages import interpreter
+from spark_elastic.wire.pickling import dumps
 from spark_elastic.wire.worker_link import loops
 
 log = logging.getLogger("spark_elastic.task")
@@ -220,7 +221,7 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         link.raised(error, format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ))
         exit_now(EXIT_RAISED)
     try:
-        return bytes(cloudpickle.dumps(value))
+        return dumps(value)
     except Exception as error:
         problem = NotPicklableError(f"the function returned a {type(value).__name__} that cannot be pickled: {error}")
         _fail(link, problem, error)

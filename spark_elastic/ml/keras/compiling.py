@@ -16,7 +16,7 @@ import numpy as np
 
 from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, nearest
-from spark_elastic.ml.keras.serialization import architecture, check_config, custom_names, custom_objects_of
+from spark_elastic.ml.keras.serialization import Flags, architecture, check_config, custom_names, custom_objects_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER
 
 # --- inputs and outputs -------------------------------------------------------------------------------
@@ -163,7 +163,8 @@ def build_for(
     before = random.getstate()
     random.seed(seed)  # initializers without a seed of their own draw one from Python's generator
     try:
-        copied = keras.saving.deserialize_keras_object(config, custom_objects=objects, safe_mode=False)
+        with Flags.of(model).creating():
+            copied = keras.saving.deserialize_keras_object(config, custom_objects=objects, safe_mode=False)
         rows = [np.zeros((1, *field.shape), field.dtype) for field in inputs]
         try:
             copied(inputs_of(copied, rows))
@@ -204,7 +205,10 @@ def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
     given = {name: value if value is not None else own.get(name) for name, value in settings.items()}
     if settings.get("loss") is not None and settings.get("loss_weights") is None:
         given["loss_weights"] = None  # the model's weights belong to the model's losses
-    given["optimizer"] = _optimizer_of(given.get("optimizer"))
+    optimizer = given["optimizer"] = _optimizer_of(given.get("optimizer"))
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer is own.get("optimizer")
+    if model.dtype_policy.name == "mixed_float16" and not scaled:  # as `compile` does
+        given["optimizer"] = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     return CompileArguments(**given)
 
 

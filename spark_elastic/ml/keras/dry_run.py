@@ -23,6 +23,7 @@ from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
+from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
 from spark_elastic.ml.keras.steps import GradientRecord, part_arguments
 from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT
@@ -72,9 +73,20 @@ def dry_run(
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
-    return common.try_transform(
-        training, batch, KerasPredictor(ready.model), inference_fn, rule(first[0]) if first else None
-    )
+    predictor = KerasPredictor(_trained_copy(training, ready.model))
+    return common.try_transform(training, batch, predictor, inference_fn, rule(first[0]) if first else None)
+
+
+def _trained_copy(training: KerasTraining, trained: Any) -> Any:
+    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
+    try:
+        trained.optimizer.finalize_variable_values(trained.trainable_variables)
+        return fill(training.model.load(), weights_to_bytes(trained))
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"the trained model {trained.name} could not be returned from the workers: its weights after a step cannot "
+            f"be loaded into the model that was given: {error}"
+        ) from error
 
 
 def _check_means(training: KerasTraining, ready: PreparedModel) -> None:

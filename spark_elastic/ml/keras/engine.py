@@ -91,6 +91,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
         metrics=exact.metrics,
         weighted_metrics=exact.weighted_metrics,
         jit_compile=False,  # the reduction calls Python, which XLA cannot
+        auto_scale_loss=False,  # `compile_arguments` has done so
     )
     feeder = BatchFeeder(training, model, compiled)
     _build(model, feeder, training, shares)

@@ -22,7 +22,7 @@ from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, train
+from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, global_config, train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
@@ -307,6 +307,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             compiled=self._sealed("the compile settings", compiled),
             optimizer_values=values_of(own) if compiled.optimizer is own else None,
             callbacks=self._sealed("callbacks", self._worker_callbacks()),
+            config=global_config(),
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
@@ -335,10 +336,17 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return build_for(model, inputs, self._given("seed"), self._given("custom_objects"))
 
     def _sealed(self, name: str, value: Any) -> KerasPickle:
-        """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
+        """Return a pickle of a setting.
+
+        Raises:
+            NotPicklableError: The setting, which is named, cannot be pickled.
+            InvalidSettingsError: The workers would get another model than the given one.
+        """
+        from spark_elastic.ml.keras.serialization import differences
+
         try:
             sealed = KerasPickle.of(value, self._given("custom_objects"))
-            sealed.load()
+            lost = differences(value, sealed.load()) if name == "model" else []
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
@@ -347,6 +355,11 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 "@keras.saving.register_keras_serializable(), or give them in custom_objects={...}, so that the "
                 "workers find them by name"
             ) from error
+        if lost:
+            raise InvalidSettingsError(
+                f"the model that the workers get differs from the given one: {'; '.join(lost[:3])}. What was set after "
+                "a layer was made must be in its get_config, or be made in its __init__ or build"
+            )
         return sealed
 
     def _dry_run(self, training: KerasTraining) -> DryRunResult:

@@ -6,9 +6,10 @@ at once. A `KerasPickle` is bytes until `load` is called, and contains the user'
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ from spark_elastic.ml.keras.training import prefer_backend
 class KerasPickle:
     """A pickled value; each call of `load` returns a new copy.
 
-    A model comes back built, with its weights, and not compiled; optimizers, metrics and losses come back as new ones
-    with the same settings.
+    A model comes back built, with its weights, and not compiled; a built layer with its weights; optimizers, metrics and
+    losses come back as new ones with the same settings.
     """
 
     _file: bytes
@@ -75,15 +76,19 @@ class _Pickler(cloudpickle.Pickler):
                 file = serialization.model_to_archive(value)
                 arguments = compiling.compiled_with(value) if self._compiled else {}
                 optimizer = compiling.values_of(value.optimizer) if arguments else None
-                return load_model, (file, objects_of(serialization.archive_config(file)), arguments, optimizer)
+                flags = tuple(serialization.Flags.of(value)) if value.built else None
+                return load_model, (file, objects_of(serialization.archive_config(file)), arguments, optimizer, flags)
             config = serialization.config_of(value)
+            if isinstance(value, keras.layers.Layer) and value.built and value.variables:
+                weights = [each.numpy() for each in value.variables]
+                return load_layer, (config, objects_of(config), tuple(serialization.Flags.of(value)), weights)
             return load_object, (config, objects_of(config))
         if isinstance(value, keras.losses.Loss):  # an object without a state, whose configuration may be incomplete
             return object.__new__, (type(value),), dict(vars(value))
         return super().reducer_override(value)
 
 
-# Pickles name these two functions: files of saved estimators and models hold their module and name.
+# Pickles name these functions: files of saved estimators and models hold their module and name.
 
 
 def load_model(
@@ -91,15 +96,20 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None,
     values: Any = None,
+    flags: Any = None,
 ) -> Any:
     """Load a pickled model from its archive.
 
-    It is compiled with `arguments`, if there are any, and the values become those of the optimizer's variables.
+    It is compiled with `arguments`, if there are any, and the values become those of the optimizer's variables. `flags`
+    are the fields of `serialization.Flags`.
     """
     from spark_elastic.ml.keras.compiling import compile_again
-    from spark_elastic.ml.keras.serialization import model_from_archive
+    from spark_elastic.ml.keras.serialization import Flags, model_from_archive
 
-    model = model_from_archive(file, custom_objects)
+    with contextlib.nullcontext() if flags is None else Flags(*flags).creating():
+        model = model_from_archive(file, custom_objects)
+    if flags is not None:
+        Flags(*flags).restore(model)
     if arguments:
         compile_again(model, arguments, values)
     return model
@@ -110,6 +120,22 @@ def load_object(config: Any, custom_objects: Mapping[str, Any]) -> Any:
     import keras
 
     return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)
+
+
+def load_layer(config: Any, custom_objects: Mapping[str, Any], flags: Any, weights: Sequence[Any]) -> Any:
+    """Load a pickled layer that is built, with its weights."""
+    from spark_elastic.ml.keras.serialization import Flags
+
+    with Flags(*flags).creating():
+        layer = load_object(config, custom_objects)
+    if [tuple(each.shape) for each in layer.variables] != [each.shape for each in weights]:
+        raise pickle.UnpicklingError(
+            f"the layer {layer.name} has other weights when it is built from its configuration"
+        )
+    for variable, value in zip(layer.variables, weights, strict=True):
+        variable.assign(value)
+    Flags(*flags).restore(layer)
+    return layer
 
 
 _compiled, _made = load_model, load_object  # Pickles of version 0.1 call them by these names.

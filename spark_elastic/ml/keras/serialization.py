@@ -1,7 +1,7 @@
 """Keras objects as bytes, arrays and plain values, and back.
 
-Four parts: the `.keras` archive of a model; the weights of a model as arrays; the user's classes and functions that a
-configuration names; configurations that two processes can compare.
+Five parts: the `.keras` archive of a model; what it leaves out; the weights of a model as arrays; the user's classes and
+functions that a configuration names; configurations that two processes can compare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -90,6 +90,78 @@ def _as_uncompiled(model: Any) -> Iterator[None]:
         finally:
             for each in compiled:
                 vars(each)["compiled"] = True
+
+
+# --- what a configuration leaves out ------------------------------------------------------------------
+
+
+class Flags(NamedTuple):
+    """What an archive leaves out of a built model: of its layers and variables, in their order.
+
+    Attributes:
+        policies: the configuration of each layer's dtype policy; a model has its own, and so have layers within layers.
+        layers: whether each layer is trainable.
+        variables: whether each variable is trainable.
+    """
+
+    policies: list[Any]
+    layers: list[bool]
+    variables: list[bool]
+
+    @classmethod
+    def of(cls, model: Any) -> Flags:
+        layers = list(model._flatten_layers())
+        policies = [keras.dtype_policies.serialize(each.dtype_policy) for each in layers]
+        return cls(policies, [each.trainable for each in layers], [each.trainable for each in model.variables])
+
+    @contextlib.contextmanager
+    def creating(self) -> Iterator[None]:
+        """Create layers under the model's own policy, which those within layers have got without being told."""
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(keras.dtype_policies.get(self.policies[0]))
+        try:
+            yield
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    def restore(self, model: Any) -> None:
+        """Give the flags to a model of the same architecture; leave another one as it is, see `differences`."""
+        layers, variables = list(model._flatten_layers()), model.variables
+        if (len(layers), len(variables)) != (len(self.layers), len(self.variables)):
+            return
+        for layer, policy, trainable in zip(layers, self.policies, self.layers, strict=True):
+            if keras.dtype_policies.serialize(layer.dtype_policy) != policy:
+                layer.dtype_policy = keras.dtype_policies.get(policy)
+            if layer.trainable != trainable:
+                layer.trainable = trainable
+        for variable, trainable in zip(variables, self.variables, strict=True):
+            if variable.trainable != trainable:
+                variable.trainable = trainable
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Return what differs between a built model or layer and its copy, as phrases for an error message."""
+    facts = [_facts_of(each) for each in (one, other)]
+    if len(facts[0]) != len(facts[1]):
+        return [f"{len(facts[0])} layers and variables here, {len(facts[1])} there"]
+    return [f"{here} here, {there} there" for here, there in zip(*facts, strict=True) if here[1:] != there[1:]]
+
+
+def _facts_of(model: Any) -> list[tuple[Any, ...]]:
+    """Return name, kind and flags of each layer and variable, and the number of the first that is the same object."""
+    first: dict[int, int] = {}
+    layers, variables = list(model._flatten_layers()), model.variables
+    numbers = [first.setdefault(id(each), at) for at, each in enumerate((*layers, *variables))]
+    return [
+        *(
+            (each.name, number, type(each).__name__, each.dtype_policy.name, f"trainable={each.trainable}")
+            for each, number in zip(layers, numbers, strict=False)
+        ),
+        *(
+            (each.path, number, list(each.shape), str(each.dtype), f"trainable={each.trainable}")
+            for each, number in zip(variables, numbers[len(layers) :], strict=True)
+        ),
+    ]
 
 
 # --- weights as arrays, in a file that can be read without running code ---------------------------------

@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.process import init, local_rank, local_size
@@ -38,6 +38,7 @@ class KerasTraining(Training):
         model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
         optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
+        config: global settings of Keras by name, such as "floatx", as they are where the model was made.
         callbacks: a list of our callbacks and of `keras.callbacks.Callback`, which run in every worker in this order;
             those of Keras that write files run on rank 0 only, see `ml.keras.callbacks`.
         device: "cpu", "gpu" (the GPU of the local rank), "gpu:1", ... None: a GPU where there is one.
@@ -47,6 +48,7 @@ class KerasTraining(Training):
     compiled: KerasPickle
     optimizer_values: Sequence[Any] | None = None
     callbacks: KerasPickle | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train(training: KerasTraining) -> TrainingResult:
@@ -62,6 +64,7 @@ def train(training: KerasTraining) -> TrainingResult:
     """
     prefer_backend()
     check_backend("ElasticKerasEstimator")
+    adopt(training.config)
     init()
     exact = training.virtual_workers is not None
     # An environment variable has the number of the Spark task's cores, or the user's.
@@ -94,6 +97,26 @@ def check_backend(user: str) -> None:
             f"{user} trains Keras models on TensorFlow, and Keras runs on {keras.backend.backend()} here; set "
             f"{ENV}={NEEDED} before keras is imported for the first time"
         )
+
+
+def global_config() -> dict[str, Any]:
+    """Return the global settings of Keras that layers, losses and initializers depend on, for `adopt`."""
+    import keras
+
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.config.dtype_policy().name,
+    }
+
+
+def adopt(config: Mapping[str, Any]) -> None:
+    """Give this process the global settings of Keras of another one."""
+    import keras
+
+    for name, value in config.items():
+        getattr(keras.config, f"set_{name}")(value)
 
 
 def prefer_backend() -> None:

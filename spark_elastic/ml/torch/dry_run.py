@@ -16,12 +16,13 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.engine import objective_of
+from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
-from spark_elastic.ml.torch.serialization import detached
+from spark_elastic.ml.torch.serialization import detached, trained_copy, weights_to_bytes
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
@@ -49,12 +50,13 @@ def dry_run(
     if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = common.round_trip_pickle(training)
+    _check_copy(training, copied)
     generator = torch.random.get_rng_state()
     try:
         batch = first_rows(copied, common.ROWS)
         result, logged = _step(copied, batch)
         first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
-        predictor = TorchPredictor(copied.model.eval(), "cpu")
+        predictor = TorchPredictor(_trained_copy(training, copied.model).eval(), "cpu")
         tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
         return replace(tried, settings={"logged": logged})
     finally:
@@ -120,6 +122,37 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
     check_losses(training, objective, part, result)
     _check_writable(training, model, optimizer, schedule)
     return result, logged
+
+
+def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
+    """Raise InvalidSettingsError if the workers would train something else than the given model and optimizer."""
+    optimizer = training.optimizer
+    for name, value in vars(optimizer).items() if isinstance(optimizer, torch.optim.Optimizer) else ():
+        if callable(value) and hasattr(type(optimizer), name) and not hasattr(value, "_wrapped_by_lr_sched"):
+            raise InvalidSettingsError(
+                f"{name} of the optimizer ({type(optimizer).__name__}) was replaced by {value!r}, which the workers "
+                "would not call; make a subclass that overrides it, or use register_step_pre_hook and "
+                "register_step_post_hook"
+            )
+    names = ("model", "optimizer", "loss")
+    here, there = ({name: getattr(each, name) for name in names} for each in (training, copied))
+    if lost := differences(here, there):
+        raise InvalidSettingsError(
+            f"what the workers get differs from what was given: {'; '.join(lost[:3])}. A __getstate__, __reduce__ or "
+            "tensor class of your own leaves it out when it is pickled: keep it there, or set it in on_fit_begin of a "
+            "callback, which runs in every worker"
+        )
+
+
+def _trained_copy(training: TorchTraining, trained: torch.nn.Module) -> torch.nn.Module:
+    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
+    try:
+        return trained_copy(training.model, weights_to_bytes(trained))
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"the trained {type(trained).__name__} could not be returned from the workers: its state_dict() after a "
+            f"step cannot be loaded into the model that was given: {error}"
+        ) from error
 
 
 def _subject(training: TorchTraining) -> str:

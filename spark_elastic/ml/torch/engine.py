@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -21,17 +21,19 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
 from spark_elastic.ml.torch.exact import ExactSteps
+from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
-from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.torch.serialization import detached, from_bytes, load_state, state_of, to_bytes, weights_to_bytes
+from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, adopt, build_optimizer
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, gather_pieces
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -55,12 +57,13 @@ class TorchEngine(Engine):
                 "consistency='exact' trains on the CPU, and this worker would train on "
                 f"{self._device}; set device='cpu'"
             )
+        best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
         model = training.model.to(self._device)
         if training.sync_batch_norm and not exact:
             synchronise(model)
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
-        best = copy.deepcopy(model).requires_grad_(False) if keeps_best else None
+        self._hooks = GradientHooks(model)
         self._objective = objective_of(training, self._device)
         metrics = TorchMetricAccumulator(self._objective, training.metrics, training.logged)
         self._maker = BatchMaker(training, self._device)
@@ -196,6 +199,7 @@ class TorchEngine(Engine):
             for param in self._params:
                 if param.grad is not None:
                     param.grad.mul_(scale)
+        self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
         with nullcontext() if exact else optimizer.skip_synchronize():
             optimizer.step()
@@ -258,22 +262,22 @@ class TorchEngine(Engine):
         self.schedule.after_epoch(row)
 
     def keep_best(self) -> None:
-        self.best.load_state_dict(self.model.state_dict())
+        load_state(self.best, state_of(self.model))
 
     def use_best(self) -> None:
-        self.model.load_state_dict(self.best.state_dict())
+        load_state(self.model, state_of(self.best))
 
     def model_file(self) -> tuple[str, bytes]:
-        return MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model"))
+        return MODEL_FILE, weights_to_bytes(self.model)
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
         # `detached` and `encode` raise CheckpointError if something cannot be written, or a parameter is NaN.
         scheduler, best = self.schedule.scheduler, self.best
         tensors = {
-            "model": detached(self.model.state_dict(), "the model"),
+            "model": state_of(self.model),
             "optimizer": detached(self.optimizer.state_dict(), "the optimizer"),
             "scheduler": None if scheduler is None else detached(scheduler.state_dict(), "the lr_scheduler"),
-            "best": None if best is None or at.best_epoch is None else detached(best.state_dict(), "the best model"),
+            "best": None if best is None or at.best_epoch is None else state_of(best, "the best model"),
             "pieces": detached(at.pieces, "the metrics"),
             "val_pieces": detached(at.val_pieces, "the metrics"),
         }
@@ -289,15 +293,16 @@ class TorchEngine(Engine):
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         tensors = from_bytes(files[TENSORS])
-        self.model.load_state_dict(tensors["model"])
+        load_state(self.model, tensors["model"])
         self.optimizer.load_state_dict(tensors["optimizer"])
         if self.schedule.scheduler is not None and tensors["scheduler"] is not None:
             self.schedule.scheduler.load_state_dict(tensors["scheduler"])
         if self.best is not None and tensors["best"] is not None:
-            self.best.load_state_dict(tensors["best"])
+            load_state(self.best, tensors["best"])
         return tensors["pieces"], tensors["val_pieces"]
 
     def close(self) -> None:
+        self._hooks.put_back()
         if self._exact is None:
             self.optimizer.detach()  # the model may be trained again in this process
         else:
@@ -320,6 +325,40 @@ def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: fl
         torch.nn.utils.clip_grad_value_(clipped, value)
 
 
+class GradientHooks:
+    """The user's hooks of a model's parameters, which are called with the reduced gradients.
+
+    Torch would call them in each worker, with the gradient of a share of the batch.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._hooks = [(param, *hooks) for param in model.parameters() if any(hooks := hooks_of(param))]
+        for param, *_ in self._hooks:
+            _set_hooks(param, None, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    @torch.no_grad()
+    def call(self) -> None:
+        """Call the hooks of all parameters that have a gradient, in the order of torch."""
+        for param, of_gradient, of_param in self._hooks:
+            for hook in list(of_gradient.values()) if param.grad is not None else ():
+                changed = hook(param.grad)
+                param.grad = param.grad if changed is None else changed
+            for hook in list(of_param.values()) if param.grad is not None else ():
+                hook(param)
+
+    def put_back(self) -> None:
+        for param, *hooks in self._hooks:
+            _set_hooks(param, *hooks)
+        self._hooks = []
+
+
+def _set_hooks(param: Any, of_gradient: Any, of_param: Any) -> None:
+    param._backward_hooks, param._post_accumulate_grad_hooks = of_gradient or None, of_param or None
+
+
 # --- the training ---------------------------------------------------------------------------------
 
 
@@ -334,6 +373,7 @@ def train(training: TorchTraining) -> TrainingResult:
         DataError: they do not go with the data.
         CheckpointError: `resume_from` cannot be used.
     """
+    adopt(training.config)
     hvd.init()
     return assemble(training).run()
 

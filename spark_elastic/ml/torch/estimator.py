@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -333,10 +332,9 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
         model = ElasticTorchModel()
-        module = copy.deepcopy(training.model).cpu()
         with trusted_files():  # written by the workers of this fit
-            values = serialization.from_bytes(read(MODEL_FILE))
-        model._attach(serialization.fill(module, values), fitted)
+            module = serialization.trained_copy(training.model, read(MODEL_FILE))
+        model._attach(module, fitted)
         return model
 
 

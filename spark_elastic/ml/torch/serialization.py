@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import collections
-import copy
 import importlib
 import io
 import numbers
@@ -19,11 +18,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import trust
+from spark_elastic.ml.torch.fidelity import differences, tensors_of
+from spark_elastic.wire import pickling
+
+_BUFFERS = "spark_elastic.buffers"
+"""The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
 
 # --- tensors and plain values ---------------------------------------------------------------------
 
@@ -81,10 +84,37 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
     )
 
 
+def state_of(module: torch.nn.Module, where: str = "the model") -> OrderedDict[str, Any]:
+    """Copy a module's `state_dict` to the CPU, with the buffers that it leaves out in its `_metadata`.
+
+    Raises CheckpointError as `detached` does.
+    """
+    given = module.state_dict()
+    state: Any = OrderedDict(detached(given, where))
+    others = {name: each for name, each in module.named_buffers() if name not in given}
+    state._metadata = {**getattr(given, "_metadata", {}), **({_BUFFERS: detached(others, where)} if others else {})}
+    return state  # type: ignore[no-any-return]
+
+
+def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_of` has returned, or a `state_dict`; raise RuntimeError if it does not fit."""
+    module.load_state_dict(state)
+    for name, value in getattr(state, "_metadata", {}).get(_BUFFERS, {}).items():
+        path, _, key = name.rpartition(".")
+        part = module.get_submodule(path)
+        own = part._buffers.get(key)
+        part._buffers[key] = value if own is None or own.shape != value.shape else own.copy_(value)
+
+
 def weights_to_bytes(module: torch.nn.Module) -> bytes:
-    """Return the module's `state_dict`, on the CPU, as a file for `from_bytes`."""
-    weights = module.state_dict()
-    return to_bytes({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in weights.items()})
+    """Return `state_of` the module as a file for `from_bytes`; the file is a `state_dict` for torch."""
+    return to_bytes(state_of(module))
+
+
+def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:
+    """Return a copy of a module with the weights of `weights_to_bytes`, on the CPU; raise as `fill` does."""
+    # not by `copy.deepcopy`, which refuses tensors that a forward pass has computed
+    return fill(pickling.round_trip(module).cpu(), from_bytes(weights))
 
 
 # --- modules without weights ----------------------------------------------------------------------
@@ -92,8 +122,19 @@ def weights_to_bytes(module: torch.nn.Module) -> bytes:
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy whose weights take no memory: each is a single zero that is expanded to the shape."""
-    weights = [each for each in module.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)]
-    return copy.deepcopy(module, {id(weight): _hollow_tensor(weight) for weight in weights})
+    own = {id(each): each for _, each in tensors_of(module) if _is_plain(each)}
+    storages = Counter(each.untyped_storage().data_ptr() for each in own.values())
+    # those that share their storage with others stay as they are, so that they still share it in the copy
+    alone = {key for key, each in own.items() if storages[each.untyped_storage().data_ptr()] == 1}
+    weights = alone & {id(each) for each in module.state_dict(keep_vars=True).values()}
+
+    def reduced(value: Any) -> Any:
+        if id(value) not in weights:
+            return NotImplemented
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return _hollow_tensor, (tuple(value.shape), value.dtype, is_parameter, value.requires_grad)
+
+    return pickling.round_trip(module, reduced)  # type: ignore[no-any-return]
 
 
 def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
@@ -102,17 +143,19 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
     try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
+        load_state(module, weights)
+    except (RuntimeError, AttributeError) as error:
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}: {error}") from error
     return module
 
 
-def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(zero, requires_grad=tensor.requires_grad)
-    return zero
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not vars(tensor)
+
+
+def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    zero = torch.zeros((), dtype=dtype).expand(shape)
+    return torch.nn.Parameter(zero, requires_grad) if is_parameter else zero
 
 
 # --- settings: the codec --------------------------------------------------------------------------
@@ -128,13 +171,13 @@ _PLAIN = {
 
 
 def dumps(value: Any) -> bytes | None:
-    """Return the value as a file that `loads` accepts; None if it needs a pickle."""
+    """Return the value as a file that `loads` accepts; None if it needs a pickle, or the file would lose something."""
     try:
         file = to_bytes(value)
-        loads(file)
+        lost = differences(*(each if isinstance(each, Mapping) else {"": each} for each in (value, loads(file))))
     except Exception:  # the caller pickles what cannot be written, or not be loaded again
         return None
-    return file
+    return None if lost else file
 
 
 def loads(file: bytes) -> Any:
@@ -159,7 +202,7 @@ def loads(file: bytes) -> Any:
 
 def pickled(value: Any) -> bytes:
     """Return a pickle of the value; loading it needs trust."""
-    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    return pickling.dumps(value)
 
 
 def _names_in(file: bytes) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,20 @@ MODEL_FILE = "model.pt"
 """The file in the run's store with the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
 
 
+def global_config() -> dict[str, Any]:
+    """Return the global settings of torch that a model's results depend on, for `adopt`."""
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def adopt(config: Mapping[str, Any]) -> None:
+    """Give this process the global settings of torch of another one."""
+    for name, value in config.items():
+        getattr(torch, f"set_{name}")(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchTraining(Training):
     """One training of a PyTorch module; `Training` describes the settings that every framework has.
@@ -42,6 +56,7 @@ class TorchTraining(Training):
         scheduler_monitor: the column of the history that ReduceLROnPlateau follows.
         callbacks: callbacks, which run in every worker in this order.
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
+        config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
         device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
 
@@ -56,6 +71,7 @@ class TorchTraining(Training):
     scheduler_monitor: str | None = None
     callbacks: Sequence[Callback] = ()
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=global_config)
 
     def __post_init__(self) -> None:
         Training.__post_init__(self)  # super() does not work in a dataclass with slots

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-import cloudpickle
 import numpy as np
 
 from spark_elastic.data.reader import Batch, resolve_order
@@ -25,6 +24,7 @@ from spark_elastic.ml.serving import OutputShape, suits
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
+from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -109,12 +109,12 @@ def round_trip_pickle(training: T) -> T:
         NotPicklableError: names the setting that cannot be pickled.
     """
     try:
-        return cloudpickle.loads(cloudpickle.dumps(training))  # type: ignore[no-any-return]
+        return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:
         for each in fields(training):
             value = getattr(training, each.name)
             try:
-                cloudpickle.loads(cloudpickle.dumps(value))
+                round_trip(value)
             except Exception as reason:
                 raise NotPicklableError(
                     f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {reason}; create what cannot "

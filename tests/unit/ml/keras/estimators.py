@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import keras
 
 from spark_elastic import ElasticKerasEstimator, LocalLauncher
 from spark_elastic.ml.keras.training import KerasTraining
+from spark_elastic.wire.pickling import round_trip
 
 
 class HereEstimator(ElasticKerasEstimator):
@@ -18,7 +18,7 @@ class HereEstimator(ElasticKerasEstimator):
 
     def _run_job(self, training: KerasTraining, context: Any, *events: Any) -> list[Any]:
         self.training = training
-        return [self._train_fn()(cloudpickle.loads(cloudpickle.dumps(training)))]
+        return [self._train_fn()(round_trip(training))]
 
 
 def make_net(width: int = 8) -> Any:

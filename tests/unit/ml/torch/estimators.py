@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from spark_elastic import ElasticTorchEstimator, LocalLauncher
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.wire.pickling import round_trip
 
 
 class HereEstimator(ElasticTorchEstimator):
@@ -23,7 +23,7 @@ class HereEstimator(ElasticTorchEstimator):
 
     def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         self.training = training
-        return [train(cloudpickle.loads(cloudpickle.dumps(training)))]
+        return [train(round_trip(training))]
 
 
 def make_set(folder: Path, **more: Any) -> Dataset:

@@ -32,6 +32,7 @@ from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom
 
@@ -122,7 +123,7 @@ class LosesItsWorkers(HereEstimator):
     def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         if self.lost == 0:
             self.lost += 1
-            train(cloudpickle.loads(cloudpickle.dumps(dataclasses.replace(training, epochs=1))))
+            train(round_trip(dataclasses.replace(training, epochs=1)))
             raise StateLostError(progress=6, last_reason="killed")
         return super()._run_job(training, context, *events)
 

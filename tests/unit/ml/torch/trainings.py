@@ -205,6 +205,19 @@ def adam(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
+def only_negative(param: Any) -> None:
+    param.grad.clamp_(max=0.0)
+
+
+def hooked(params: list[Any]) -> torch.optim.Optimizer:
+    """SGD with hooks that see the gradient of a parameter, and the parameters after a step."""
+    params[0].register_hook(lambda grad: grad.clamp(-0.005, 0.005))
+    params[1].register_post_accumulate_grad_hook(only_negative)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: params[2].data.clamp_(-0.3, 0.3))
+    return optimizer
+
+
 def halved_every_epoch(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
@@ -234,6 +247,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped by value": {"clip_value": 0.01},
     "Adam with options by parameter": {"optimizer": adam},
     "an optimizer's class": {"optimizer": torch.optim.Adagrad},
+    "hooks of parameters and optimizer": {"optimizer": hooked, "accumulation": 2},
     "a schedule by epoch": {"lr_scheduler": halved_every_epoch},
     "a schedule by step": {"lr_scheduler": less_every_step, "scheduler_interval": "step"},
     "a schedule by metric": {"lr_scheduler": plateau},
@@ -285,7 +299,7 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
         elif kind == "forward":
             training.model.register_forward_hook(at_call(rest[0], action))
         elif kind == "backward":
-            next(iter(training.model.parameters())).register_hook(at_call(rest[0], action))
+            training.model[0].register_full_backward_pre_hook(at_call(rest[0], action))
         elif kind == "store":
             training = replace(training, store=StoreThat(training.store, rest[0], action, half=rest[1]))
     return outcome(training)
