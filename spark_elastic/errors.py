@@ -101,6 +101,10 @@ class JavaNotFoundError(UsageError):
     """Spark needs a Java runtime, and none was found."""
 
 
+PYTHON_SETTING = "PYSPARK_PYTHON in this program's environment (spark.pyspark.python acts with spark-submit alone)"
+"""What chooses the executors' Python, except behind Spark Connect."""
+
+
 class ExecutorPythonError(UsageError):
     """Spark's executors run another Python than this program, and workers cannot run in it.
 
@@ -113,7 +117,7 @@ class ExecutorPythonError(UsageError):
     """
 
     def __init__(self, *, theirs: str, ours: str, problem: str, version: str, on_connect: bool = False) -> None:
-        where = "the session starts, set PYSPARK_PYTHON (or spark.pyspark.python)"
+        where = f"the session starts, set {PYTHON_SETTING},"
         if on_connect:
             where = "Spark Connect's server starts, set its PYSPARK_PYTHON"
         super().__init__(

@@ -1,7 +1,8 @@
 """The Python that Spark's executors run: chosen in local mode, and checked before the first job.
 
-PySpark starts its Python workers with `PYSPARK_PYTHON`, or else with the `python3` that comes first in PATH, which is
-another Python than this program's where a virtual environment is used without being activated.
+PySpark starts its Python workers with the `PYSPARK_PYTHON` of the driver's environment, or else with the `python3` that
+comes first in PATH, which is another Python than this program's where a virtual environment is used without being
+activated. It does not read `spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_elastic.data.spark_connect import is_connect, setting_of
+from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.errors import ExecutorPythonError
 
 NEEDED = ("cloudpickle", "numpy", "torch", "spark_elastic")
 """Packages that a worker of any job imports."""
-NEEDED_ON_CONNECT = ("pandas", "pyarrow", *NEEDED)
+NEEDED_FOR_ROWS = ("pyarrow", *NEEDED)
+"""The same of tasks that read or return rows."""
+NEEDED_ON_CONNECT = ("pandas", *NEEDED_FOR_ROWS)
 """The same behind Spark Connect, whose tasks exchange Arrow batches."""
+ON_CONNECT = "the Python that the PYSPARK_PYTHON of Spark Connect's server names, else its python3"
+"""The executors' Python behind a Connect session, where no task could say its path."""
 CHECK_TIMEOUT_S = 20.0
 _DEFAULT = "python3"
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
@@ -34,7 +39,8 @@ _checked: set[tuple[str, str]] = set()
 def choose_python(context: Any) -> None:
     """Have the Python workers of a local master run this program's Python, unless the user chose one.
 
-    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages.
+    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages. The
+    context knows what the executors run: a variable that was set after it was made has no effect.
 
     Raises:
         ExecutorPythonError: The user chose one, and it does not run or lacks packages.
@@ -44,8 +50,7 @@ def choose_python(context: Any) -> None:
     about = (str(context.applicationId), str(context.pythonExec))
     if about in _checked:
         return
-    chosen = os.environ.get("PYSPARK_PYTHON") or setting_of(context, "spark.pyspark.python")
-    if not chosen and context.pythonExec == _DEFAULT:
+    if context.pythonExec == _DEFAULT != os.environ.get("PYSPARK_PYTHON"):
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
             context.pythonExec = sys.executable
     elif not _is_this_python(shutil.which(context.pythonExec)):
@@ -149,7 +154,7 @@ def check_executors(context: Any) -> None:
     about = (str(context.applicationId), str(context.pythonExec))
     if about in _checked:
         return None
-    report = report_python()
+    report = report_python(NEEDED_FOR_ROWS)
     try:
         answers = context.parallelize([0], 1).map(lambda _: report()).collect()
     except Exception as error:  # py4j's, captured by pyspark or not
@@ -160,11 +165,6 @@ def check_executors(context: Any) -> None:
     refuse_python(answers[0])
     _checked.add(about)
     return None
-
-
-def python_on_connect(session: Any) -> str:
-    """Return the Python of the executors behind a Connect session, as far as its settings name it."""
-    return setting_of(session, "spark.pyspark.python") or "a Python that the server's PYSPARK_PYTHON names"
 
 
 def _check_on_connect(session: Any) -> None:
@@ -186,7 +186,7 @@ def _check_on_connect(session: Any) -> None:
     try:
         (answer,) = session.range(0, 1, 1, 1).mapInArrow(task, schema).collect()
     except Exception as error:  # pyspark's, with the server's text
-        translated = python_error_of(error, python_on_connect(session), on_connect=True)
+        translated = python_error_of(error, ON_CONNECT, on_connect=True)
         if translated is None:
             raise
         raise translated from None

@@ -17,7 +17,7 @@ from spark_elastic.data import travel
 from spark_elastic.data.columns import check_travels, find_column
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
-from spark_elastic.data.spark_python import choose_python
+from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import (
@@ -251,8 +251,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
         fitted = self._facts_of_fit()
         context = context_of(dataset.sparkSession)
-        if not is_connect(dataset):
-            choose_python(context)
+        check_executors(context)
         key, broadcast = self._shipped(context)
         serving = Serving(
             key=key,
