@@ -12,7 +12,7 @@ from torch import nn
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +232,60 @@ def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, capl
     model = estimator(metrics={"share": share, "right": by_row}, epochs=1).from_dataset_path(dataset)
     assert "the metric share returns one number for the rows that it is given" in caplog.text
     assert model.history["share"] == pytest.approx(model.history["right"])
+
+
+# --- modules whose shapes follow from the first rows ------------------------------------------------
+
+
+class LazyInside(nn.Module):
+    """Lazy layers of each kind, beside a layer with a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.LazyConv1d(2, 3), nn.LazyBatchNorm1d()
+        self.hidden, self.last = nn.LazyLinear(8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.norm(self.conv(x[:, None, :]))
+        return self.last(self.dropout(self.hidden(found.flatten(1)).tanh()))
+
+
+def by_train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": None, "train_fn": by_train_fn}, {"optimizer": torch.optim.SGD}])
+def test_lazy_modules_are_trained_as_after_a_call_with_rows(changes: dict[str, Any], dataset: Dataset) -> None:
+    def fitted(called_before: bool) -> Any:
+        net = LazyInside()
+        given = {"optimizer": torch.optim.Adam(net.parameters(), lr=0.01), **changes}
+        made = estimator(model=net, seed=1, **given)
+        torch.manual_seed(4)
+        net.last.reset_parameters()
+        if called_before:
+            with torch.no_grad():
+                net.eval()(torch.zeros(2, 6))
+            net.train()
+        model = made.from_dataset_path(dataset)
+        assert net.training
+        assert net.norm.num_batches_tracked == 0
+        again = made.from_dataset_path(dataset)
+        assert weights_of(again) == weights_of(model)
+        return model
+
+    assert weights_of(fitted(called_before=False)) == weights_of(fitted(called_before=True))
+
+
+class Unreached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.LazyLinear(3), nn.LazyLinear(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_a_lazy_module_that_the_first_rows_do_not_reach_is_named(dataset: Dataset) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"unused\.weight, unused\.bias of the model got no shape"):
+        estimator(model=Unreached(), optimizer=torch.optim.SGD).from_dataset_path(dataset)
