@@ -591,6 +591,7 @@ class ElasticEstimator(
         fitted = Fitted(
             inputs=model_inputs(rows, self._given("input_shapes")),
             outputs=dry_run.outputs,
+            taken=dry_run.taken,
             rule=dry_run.rule,
             history=trained.history,
             events=trained.events,

@@ -41,7 +41,8 @@ class Fitted:
 
     Attributes:
         inputs: The model's inputs, and the columns they came from.
-        outputs: The model's outputs, for one row.
+        outputs: The model's outputs that have a value for each row, for one row.
+        taken: Their positions among all that the model returns; empty if they are all.
         rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         history: The epochs of the fit.
         events: The events of the fit's workers.
@@ -58,10 +59,11 @@ class Fitted:
     why_not: str = ""
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
     allow_nan: bool | Sequence[str] = False
+    taken: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan")},
+            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan", "taken")},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
             "history": self.history.to_json(),
@@ -89,6 +91,7 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=_nan_allowed(document),
+                taken=_taken(document),
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
@@ -105,6 +108,14 @@ def _output(document: Any) -> OutputShape:
 def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
     allowed = document.get("allow_nan", False)
     return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
+
+
+def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
+    """Decode the positions of the outputs, which earlier versions did not write. Raise ValueError for other numbers."""
+    taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
+    if taken and len(taken) != len(document["outputs"]):
+        raise ValueError(f"taken has {len(taken)} positions for {len(document['outputs'])} outputs")
+    return taken
 
 
 def _with_udf(dataset: Any, serving: Serving) -> Any:
@@ -195,10 +206,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def tensors(self) -> dict[str, list[dict[str, Any]]] | None:
         """The "inputs" and "outputs" of the framework's own model: name, dtype and shape of one row of each.
 
-        None if `inference_fn` changes the inputs, or the model cannot be called with its inputs alone.
+        None if `inference_fn` changes the inputs, or the model cannot be called with its inputs alone, or returns more
+        than values for each row.
         """
         fitted = self._facts_of_fit()
-        if self.getOrDefault("inference_fn") is not None or not fitted.outputs:
+        if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
         inputs: list[dict[str, Any]] = [
             {"name": field.name, "dtype": field.dtype, "shape": list(field.shape)} for field in fitted.inputs
@@ -263,6 +275,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self._handle_invalid(),
+            taken=fitted.taken,
         )
         if has_arrow_udfs(dataset):
             check_travels(features)
