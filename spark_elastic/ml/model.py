@@ -14,7 +14,7 @@ import cloudpickle
 from pyspark.ml import Model
 
 from spark_elastic.data import travel
-from spark_elastic.data.columns import check_travels, find_column
+from spark_elastic.data.columns import check_travels, find_column, is_case_sensitive
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
 from spark_elastic.data.spark_python import check_executors
@@ -242,23 +242,28 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             DataError: A column is missing, or an added one exists already.
             InvalidSettingsError: The output columns do not fit the model's outputs.
         """
+        return self._schema_after(schema, case_sensitive=False)
+
+    def _schema_after(self, schema: Any, case_sensitive: bool) -> Any:
         from pyspark.sql.types import StructField, StructType
 
         self._inputs(schema)
         added = self._added()
-        present = {name.lower(): name for name in schema.names}  # Spark ignores the case of column names
+        same = str if case_sensitive else str.lower
+        present = {same(name): name for name in schema.names}
         for column in added:
-            if column.name.lower() in present:
+            if same(column.name) in present:
                 setting = "output_cols" if column.made == "raw" else f"{column.made}_col"
                 raise DataError(
-                    f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
+                    f"the DataFrame has a column {present[same(column.name)]!r} already; give the output "
                     f"another name ({setting}), or drop the column first"
                 )
         nullable = self._handle_invalid() == "keep"
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
-        schema = self.transformSchema(dataset.schema)
+        case_sensitive = is_case_sensitive(dataset)
+        schema = self._schema_after(dataset.schema, case_sensitive)
         inputs = self._inputs(dataset.schema)
         features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
         fitted = self._facts_of_fit()
@@ -268,7 +273,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         serving = Serving(
             key=key,
             model=broadcast,
-            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan),
+            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan, case_sensitive),
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size") or self._batch_size(),
             inference_fn=self.getOrDefault("inference_fn"),

@@ -35,12 +35,16 @@ MAX_LOADED_MODELS = 2
 
 
 def tensors_for(
-    schema: Any, inputs: Sequence[TensorField], pad_to: Mapping[str, int], allow_nan: bool | Sequence[str] = False
+    schema: Any,
+    inputs: Sequence[TensorField],
+    pad_to: Mapping[str, int],
+    allow_nan: bool | Sequence[str] = False,
+    case_sensitive: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
 
-    `pad_to` and `allow_nan` are those of the training rows, by input. Raises `DataError` if the type of a column cannot
-    become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`. Raises
+    `DataError` if the type of a column cannot become the input.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -64,7 +68,7 @@ def tensors_for(
         shard_bytes=SHARD_BYTES,
         pre_shuffle=None,
     )
-    return request.resolve(schema)
+    return request.resolve(schema, case_sensitive)
 
 
 class FeatureReader:
