@@ -11,6 +11,7 @@ doctor sends this source to executors that may lack the package.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -384,9 +385,12 @@ class UserFunctionError(JobError):
         exit_code: int | None = None,
     ) -> None:
         who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
-        frames = traceback.rstrip().removesuffix(f"{error_type}: {error}").rstrip()  # said already
+        said = f"{error_type}: {error}".rstrip() if error else error_type
+        frames = traceback.rstrip()
+        if frames.endswith(said):  # the last line repeats it, after the module of the class
+            frames = re.sub(r"[\w.<>]*\Z", "", frames.removesuffix(said)).rstrip()
         super().__init__(
-            f"{who} on {host} raised {error_type}: {error}\n\n{frames}\n",
+            f"{who} on {host} raised {said}\n\n{frames}\n",
             rank=rank,
             host=host,
             error_type=error_type,
