@@ -229,7 +229,8 @@ class KerasPredictor:
             return [tf.cast(each, tf.float32) if getattr(each, "dtype", 0) == tf.bfloat16 else each for each in made]
 
         rows = [tf.TensorSpec((None, *each.shape[1:]), tf.as_dtype(each.dtype)) for each in arrays]
-        return tf.function(outputs, input_signature=rows)
+        # without autograph, as `predict` of Keras; it would leave files in TMPDIR for good
+        return tf.function(outputs, input_signature=rows, autograph=False)
 
 
 def _array(name: str, value: Any) -> npt.NDArray[Any]:
