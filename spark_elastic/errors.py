@@ -11,6 +11,7 @@ doctor sends this source to executors that may lack the package.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -101,6 +102,10 @@ class JavaNotFoundError(UsageError):
     """Spark needs a Java runtime, and none was found."""
 
 
+PYTHON_SETTING = "PYSPARK_PYTHON in this program's environment (spark.pyspark.python acts with spark-submit alone)"
+"""What chooses the executors' Python, except behind Spark Connect."""
+
+
 class ExecutorPythonError(UsageError):
     """Spark's executors run another Python than this program, and workers cannot run in it.
 
@@ -113,7 +118,7 @@ class ExecutorPythonError(UsageError):
     """
 
     def __init__(self, *, theirs: str, ours: str, problem: str, version: str, on_connect: bool = False) -> None:
-        where = "the session starts, set PYSPARK_PYTHON (or spark.pyspark.python)"
+        where = f"the session starts, set {PYTHON_SETTING},"
         if on_connect:
             where = "Spark Connect's server starts, set its PYSPARK_PYTHON"
         super().__init__(
@@ -380,9 +385,12 @@ class UserFunctionError(JobError):
         exit_code: int | None = None,
     ) -> None:
         who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
-        frames = traceback.rstrip().removesuffix(f"{error_type}: {error}").rstrip()  # said already
+        said = f"{error_type}: {error}".rstrip() if error else error_type
+        frames = traceback.rstrip()
+        if frames.endswith(said):  # the last line repeats it, after the module of the class
+            frames = re.sub(r"[\w.<>]*\Z", "", frames.removesuffix(said)).rstrip()
         super().__init__(
-            f"{who} on {host} raised {error_type}: {error}\n\n{frames}\n",
+            f"{who} on {host} raised {said}\n\n{frames}\n",
             rank=rank,
             host=host,
             error_type=error_type,

@@ -65,6 +65,11 @@ def find_column(schema: Any, name: str, role: str = "column", *, case_sensitive:
     return alike[0]
 
 
+def is_case_sensitive(df: Any) -> bool:
+    """Return whether the session of a DataFrame takes names that differ only in case for different columns."""
+    return str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
+
+
 def element_type(spark_type: Any) -> str:
     """Return the name of a type; for arrays, however nested, that of their elements."""
     while spark_type.typeName() == "array":

@@ -29,7 +29,7 @@ from spark_elastic.data.catalog import (
     may_be_lost,
     protected,
 )
-from spark_elastic.data.columns import Request, cast_of
+from spark_elastic.data.columns import Request, cast_of, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Kind, Manifest
@@ -123,7 +123,7 @@ def materialize(
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    request.resolve(df.schema, _case_sensitive(df))
+    request.resolve(df.schema, is_case_sensitive(df))
     place = Store.create(store, storage_options)
     settings = request.to_json()
     if dataset_id is not None:
@@ -256,7 +256,7 @@ def _selected(df: Any, request: Request, groups: travel.Groups | None = None) ->
 
 def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose: int) -> list[Receipt]:
     functions = functions_for(df)
-    tensors = request.resolve(df.schema, _case_sensitive(df))
+    tensors = request.resolve(df.schema, is_case_sensitive(df))
     types = {name: df.schema[name].dataType for name in request.columns}
     groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
     task = WriteTask(folder, run, groups, tensors, request.shard_bytes, request.validation, request.seed, kept)
@@ -298,10 +298,6 @@ def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable
             )
             clear()
     return write()
-
-
-def _case_sensitive(df: Any) -> bool:
-    return str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:

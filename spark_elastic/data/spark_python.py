@@ -1,29 +1,39 @@
 """The Python that Spark's executors run: chosen in local mode, and checked before the first job.
 
-PySpark starts its Python workers with `PYSPARK_PYTHON`, or else with the `python3` that comes first in PATH, which is
-another Python than this program's where a virtual environment is used without being activated.
+PySpark starts its Python workers with the `PYSPARK_PYTHON` of the driver's environment, or else with the `python3` that
+comes first in PATH, which is another Python than this program's where a virtual environment is used without being
+activated. It does not read `spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import pickletools
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spark_elastic.data.spark_connect import is_connect, setting_of
-from spark_elastic.errors import ExecutorPythonError
+from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.errors import ExecutorPythonError, NotPicklableError
 
 NEEDED = ("cloudpickle", "numpy", "torch", "spark_elastic")
 """Packages that a worker of any job imports."""
-NEEDED_ON_CONNECT = ("pandas", "pyarrow", *NEEDED)
+NEEDED_FOR_ROWS = ("pyarrow", *NEEDED)
+"""The same of tasks that read or return rows."""
+NEEDED_ON_CONNECT = ("pandas", *NEEDED_FOR_ROWS)
 """The same behind Spark Connect, whose tasks exchange Arrow batches."""
+ON_CONNECT = "the Python that the PYSPARK_PYTHON of Spark Connect's server names, else its python3"
+"""The executors' Python behind a Connect session, where no task could say its path."""
 CHECK_TIMEOUT_S = 20.0
 _DEFAULT = "python3"
+_GLOBAL = "global "
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
 _NOT_RUN = re.compile(r'Cannot run program "([^"]*)"')
 _NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= \S+ must be installed")
@@ -34,7 +44,8 @@ _checked: set[tuple[str, str]] = set()
 def choose_python(context: Any) -> None:
     """Have the Python workers of a local master run this program's Python, unless the user chose one.
 
-    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages.
+    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages. The
+    context knows what the executors run: a variable that was set after it was made has no effect.
 
     Raises:
         ExecutorPythonError: The user chose one, and it does not run or lacks packages.
@@ -44,8 +55,7 @@ def choose_python(context: Any) -> None:
     about = (str(context.applicationId), str(context.pythonExec))
     if about in _checked:
         return
-    chosen = os.environ.get("PYSPARK_PYTHON") or setting_of(context, "spark.pyspark.python")
-    if not chosen and context.pythonExec == _DEFAULT:
+    if context.pythonExec == _DEFAULT != os.environ.get("PYSPARK_PYTHON"):
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
             context.pythonExec = sys.executable
     elif not _is_this_python(shutil.which(context.pythonExec)):
@@ -147,31 +157,35 @@ def check_executors(context: Any) -> None:
     if is_local_master(context.master):
         return choose_python(context)
     about = (str(context.applicationId), str(context.pythonExec))
-    if about in _checked:
-        return None
-    report = report_python()
+    if about not in _checked:
+        refuse_python(_ask(context, NEEDED_FOR_ROWS))
+        _checked.add(about)
+    return None
+
+
+def _ask(context: Any, names: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Return the answer of `report_python` from a job of one task. Raise ExecutorPythonError if it cannot run."""
+    report = report_python(names)
     try:
-        answers = context.parallelize([0], 1).map(lambda _: report()).collect()
+        answer: tuple[str, str, list[str]] = context.parallelize([0], 1).map(lambda _: report()).collect()[0]
     except Exception as error:  # py4j's, captured by pyspark or not
         translated = python_error_of(error, str(context.pythonExec))
         if translated is None:
             raise
         raise translated from None
-    refuse_python(answers[0])
-    _checked.add(about)
-    return None
-
-
-def python_on_connect(session: Any) -> str:
-    """Return the Python of the executors behind a Connect session, as far as its settings name it."""
-    return setting_of(session, "spark.pyspark.python") or "a Python that the server's PYSPARK_PYTHON names"
+    return answer
 
 
 def _check_on_connect(session: Any) -> None:
     about = (str(session.session_id), "Spark Connect")
-    if about in _checked:
-        return
-    report = report_python(NEEDED_ON_CONNECT)
+    if about not in _checked:
+        refuse_python(_ask_on_connect(session, NEEDED_ON_CONNECT), on_connect=True)
+        _checked.add(about)
+
+
+def _ask_on_connect(session: Any, names: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Return the same as `_ask` from a query."""
+    report = report_python(names)
 
     def task(batches: Any) -> Any:
         import pyarrow as pa
@@ -186,12 +200,83 @@ def _check_on_connect(session: Any) -> None:
     try:
         (answer,) = session.range(0, 1, 1, 1).mapInArrow(task, schema).collect()
     except Exception as error:  # pyspark's, with the server's text
-        translated = python_error_of(error, python_on_connect(session), on_connect=True)
+        translated = python_error_of(error, ON_CONNECT, on_connect=True)
         if translated is None:
             raise
         raise translated from None
-    refuse_python((answer.path, answer.version, answer.missing.split()), on_connect=True)
+    return answer.path, answer.version, answer.missing.split()
+
+
+# --- the user's own modules -------------------------------------------------------------------------
+
+
+def check_modules(context: Any, pickled: bytes) -> None:
+    """Run a job of one task that looks for the user's own modules that a pickle names; none if it names none.
+
+    Args:
+        context: A SparkContext, or a session of Spark Connect.
+        pickled: A pickle of protocol 4 or newer.
+
+    Raises:
+        NotPicklableError: Executors cannot import one of them.
+    """
+    files = {name: file for name in modules_in(pickled) if (file := _own_file(name)) is not None}
+    remote = is_connect(context)
+    about = (str(context.session_id if remote else context.applicationId), " ".join(sorted(files)))
+    if not files or about in _checked:
+        return
+    if missing := (_ask_on_connect if remote else _ask)(context, sorted(files))[2]:
+        name, send = missing[0], "addArtifacts(..., pyfile=True) of the session" if remote else "sc.addPyFile"
+        raise NotPicklableError(
+            f"the executors cannot import {name}, which this program has from {files[name]}; send it with {send} "
+            "(a file, or a zip of a package's folder), --py-files of spark-submit, or install it on the executors"
+        )
     _checked.add(about)
+
+
+def own_modules() -> set[str]:
+    """Return the top-level modules that this program has imported and that are the user's own."""
+    names = {name.partition(".")[0] for name in list(sys.modules)}
+    return {name for name in names if _own_file(name) is not None}
+
+
+def modules_in(pickled: bytes) -> set[str]:
+    """Return the top-level modules that a pickle, and pickles within it, import as they are loaded."""
+    found: set[str] = set()
+    memo: list[str | None] = []
+    last: list[str | None] = [None, None]  # the strings among the values that were pushed last
+    for op, arg, _ in pickletools.genops(pickled):
+        value: str | None = None
+        if op.name == "MEMOIZE":
+            memo.append(last[-1])
+            continue
+        if op.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            value = arg
+        elif op.name in ("BINGET", "LONG_BINGET"):
+            value = memo[arg]
+        elif op.name == "STACK_GLOBAL":
+            found.add(str(last[-2]))
+            value = f"{_GLOBAL}{last[-1]}"
+        elif op.name == "TUPLE1" and last[-2] == f"{_GLOBAL}subimport":  # cloudpickle's import of a module
+            found.add(str(last[-1]))
+        elif isinstance(arg, bytes) and arg[:1] == pickle.PROTO:
+            with contextlib.suppress(ValueError, IndexError):  # bytes that only begin as a pickle does
+                found |= modules_in(arg)
+        last = [last[-1], value]
+    return {name.partition(".")[0] for name in found}
+
+
+def _own_file(name: str) -> str | None:
+    """Return the file or folder of a module that is the user's own; None for installed ones, and for the program."""
+    module = sys.modules.get(name)
+    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if path is None or name in ("__main__", "__mp_main__", "spark_elastic"):
+        return None
+    installed = path.startswith(sysconfig.get_path("stdlib") + os.sep) or {*path.split(os.sep)} & {
+        "site-packages",
+        "dist-packages",
+    }
+    return None if installed else os.path.dirname(path) if path.endswith(f"{os.sep}__init__.py") else path
 
 
 def python_error(theirs: str, *, problem: str, on_connect: bool = False) -> ExecutorPythonError:

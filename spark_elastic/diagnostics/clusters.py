@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from spark_elastic.data import spark_connect
 from spark_elastic.data.spark_connect import Query, setting_of
 from spark_elastic.data.spark_console import close_connection
-from spark_elastic.data.spark_python import python_error_of, python_on_connect
+from spark_elastic.data.spark_python import ON_CONNECT, python_error_of
 from spark_elastic.diagnostics import findings
 from spark_elastic.diagnostics.findings import OK, Finding
 from spark_elastic.driver.connect.discovery import ConnectDiscovery
@@ -166,7 +166,6 @@ class ConnectCluster:
 class _ConnectProbes:
     def __init__(self, session: Any, width: int, task: ProbeTask) -> None:
         body = _arrow_task(task)
-        self._session = session
         self._query = Query(
             session,
             lambda spark: list(spark.range(0, width, 1, width).mapInArrow(body, "report string").collect()),
@@ -181,7 +180,7 @@ class _ConnectProbes:
         error = self._query.error
         if error is None:
             return None
-        wrong_python = python_error_of(error, python_on_connect(self._session), on_connect=True)
+        wrong_python = python_error_of(error, ON_CONNECT, on_connect=True)
         return str(wrong_python) if wrong_python else loss_in_words(cluster.loss_of(str(error)))
 
     def cancel(self, timeout_s: float) -> None:

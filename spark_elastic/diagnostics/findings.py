@@ -19,7 +19,7 @@ from typing import Any
 from spark_elastic.diagnostics.probe import ProbeReport
 from spark_elastic.driver.preflight import check_java, java_major_version
 from spark_elastic.driver.spark.cluster import SlotCount
-from spark_elastic.errors import JavaNotFoundError
+from spark_elastic.errors import PYTHON_SETTING, JavaNotFoundError
 from spark_elastic.membership.reasons import counted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -188,7 +188,7 @@ def _judge_versions(driver: ProbeReport, reports: Sequence[ProbeReport]) -> list
         if other:
             says = f"{name} is {_version_of(other[0], name)} on {_executors(other)} and {own} here"
             fix = "use one environment for the driver and all executors"
-            fix += ": PYSPARK_PYTHON or spark.pyspark.python" if name == "python" else ""
+            fix += f": set {PYTHON_SETTING} before the session starts" if name == "python" else ""
             findings.append(Finding("versions", PROBLEM if name == "python" else WARNING, says, fix))
     if findings:
         return findings
@@ -364,7 +364,7 @@ def judge_executors(
     if error is not None:
         fix = "the executors' logs say more (stderr in Spark's UI)"
         if "PYTHON_VERSION_MISMATCH" in error or "different minor version" in error:
-            fix = "let PYSPARK_PYTHON, or spark.pyspark.python, name the same Python everywhere"
+            fix = f"before the session starts, set {PYTHON_SETTING} to the same Python everywhere"
         return found(PROBLEM, f"the doctor's tasks failed: {error}", fix)
     if not answered:
         says = f"none of {wanted} tasks has run within {waited_s:.0f} s; {len(expected)} executors are registered"

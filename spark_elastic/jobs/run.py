@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "use_mpi": "there is no MPI here; collectives run over Gloo",
     "mpi_args": "there is no MPI here",
     "extra_mpi_args": "there is no MPI here",
-    "executable": "workers run the Python of their executors (spark.pyspark.python)",
+    "executable": "workers run the Python of their executors (PYSPARK_PYTHON)",
     "prefix_output_with_timestamp": "each line has its rank in front",
 }
 """Arguments of Horovod's `run` that are accepted, and why they are ignored."""

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 
 from spark_elastic import clock
+from spark_elastic.data.spark_python import check_modules
 from spark_elastic.driver import preflight
 from spark_elastic.driver.elastic_driver import ElasticDriver
 from spark_elastic.driver.hosts import HostManager
@@ -51,6 +52,8 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     """
     function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
     backend = backend_of(call)
+    if call.launcher is None:
+        check_modules(preflight.check_spark(call.spark), function)
     settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
     sources = backend.sources()
     if call.discovery is not None:

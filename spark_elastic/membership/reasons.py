@@ -7,7 +7,6 @@ functions at the end are the only place where it becomes words, for people.
 from __future__ import annotations
 
 import enum
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -214,12 +213,7 @@ def loss_in_words(cause: LossCause) -> str:
 def _exit(code: int) -> str:
     if code == 0:
         return "exited with code 0 before the function was finished"
-    if code > 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name} (exit code {code})"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return exit_in_words(code).removeprefix("was ")
 
 
 def crashes_in_words(worlds: int) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import cloudpickle
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
@@ -23,6 +24,7 @@ from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.data.spark_python import check_modules, own_modules
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
@@ -78,6 +80,17 @@ log = logging.getLogger("spark_elastic.ml")
 
 M = TypeVar("M", bound=ElasticModel)
 
+_WITH_CODE = (
+    "model",
+    "optimizer",
+    "loss",
+    "metrics",
+    "train_fn",
+    "lr_scheduler",
+    "transformation_fn",
+    "custom_objects",
+)
+"""Settings that may need modules of the user's own."""
 _ESTIMATOR_NAMES = {
     "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
     "shapes": "shapes= is input_shapes=[...] and label_shapes=[...]",
@@ -288,7 +301,24 @@ class ElasticEstimator(
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
         self._check_shared(context)
+        self._check_own_modules(context)
         return context, tensors
+
+    def _check_own_modules(self, context: Any) -> None:
+        """Raise `NotPicklableError` if executors cannot import a module of the user's own that the settings need."""
+        if self._launcher() is not None or not own_modules():
+            return
+        given = [self._worker_callbacks(), *(self._given(name) for name in _WITH_CODE if self.hasParam(name))]
+        try:
+            pickled = self._pickled(given)
+        except Exception as error:  # the dry run names the setting
+            log.debug("own modules are not looked for: %s", error)
+            return
+        check_modules(context, pickled)
+
+    def _pickled(self, value: Any) -> bytes:
+        """Pickle settings as they travel to the workers."""
+        return bytes(cloudpickle.dumps(value))
 
     def _check_complete(self, from_columns: bool) -> None:
         """Raise `InvalidSettingsError` for everything that is wrong with the settings alone."""
@@ -591,6 +621,7 @@ class ElasticEstimator(
         fitted = Fitted(
             inputs=model_inputs(rows, self._given("input_shapes")),
             outputs=dry_run.outputs,
+            taken=dry_run.taken,
             rule=dry_run.rule,
             history=trained.history,
             events=trained.events,

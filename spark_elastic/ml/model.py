@@ -13,10 +13,10 @@ from typing import Any
 from pyspark.ml import Model
 
 from spark_elastic.data import travel
-from spark_elastic.data.columns import check_travels, find_column
+from spark_elastic.data.columns import check_travels, find_column, is_case_sensitive
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
-from spark_elastic.data.spark_python import choose_python
+from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import (
@@ -41,7 +41,8 @@ class Fitted:
 
     Attributes:
         inputs: The model's inputs, and the columns they came from.
-        outputs: The model's outputs, for one row.
+        outputs: The model's outputs that have a value for each row, for one row.
+        taken: Their positions among all that the model returns; empty if they are all.
         rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         history: The epochs of the fit.
         events: The events of the fit's workers.
@@ -58,10 +59,11 @@ class Fitted:
     why_not: str = ""
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
     allow_nan: bool | Sequence[str] = False
+    taken: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan")},
+            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan", "taken")},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
             "history": self.history.to_json(),
@@ -89,6 +91,7 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=_nan_allowed(document),
+                taken=_taken(document),
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
@@ -105,6 +108,14 @@ def _output(document: Any) -> OutputShape:
 def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
     allowed = document.get("allow_nan", False)
     return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
+
+
+def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
+    """Decode the positions of the outputs, which earlier versions did not write. Raise ValueError for other numbers."""
+    taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
+    if taken and len(taken) != len(document["outputs"]):
+        raise ValueError(f"taken has {len(taken)} positions for {len(document['outputs'])} outputs")
+    return taken
 
 
 def _with_udf(dataset: Any, serving: Serving) -> Any:
@@ -195,10 +206,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def tensors(self) -> dict[str, list[dict[str, Any]]] | None:
         """The "inputs" and "outputs" of the framework's own model: name, dtype and shape of one row of each.
 
-        None if `inference_fn` changes the inputs, or the model cannot be called with its inputs alone.
+        None if `inference_fn` changes the inputs, or the model cannot be called with its inputs alone, or returns more
+        than values for each row.
         """
         fitted = self._facts_of_fit()
-        if self.getOrDefault("inference_fn") is not None or not fitted.outputs:
+        if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
         inputs: list[dict[str, Any]] = [
             {"name": field.name, "dtype": field.dtype, "shape": list(field.shape)} for field in fitted.inputs
@@ -230,40 +242,45 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             DataError: A column is missing, or an added one exists already.
             InvalidSettingsError: The output columns do not fit the model's outputs.
         """
+        return self._schema_after(schema, case_sensitive=False)
+
+    def _schema_after(self, schema: Any, case_sensitive: bool) -> Any:
         from pyspark.sql.types import StructField, StructType
 
         self._inputs(schema)
         added = self._added()
-        present = {name.lower(): name for name in schema.names}  # Spark ignores the case of column names
+        same = str if case_sensitive else str.lower
+        present = {same(name): name for name in schema.names}
         for column in added:
-            if column.name.lower() in present:
+            if same(column.name) in present:
                 setting = "output_cols" if column.made == "raw" else f"{column.made}_col"
                 raise DataError(
-                    f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
+                    f"the DataFrame has a column {present[same(column.name)]!r} already; give the output "
                     f"another name ({setting}), or drop the column first"
                 )
         nullable = self._handle_invalid() == "keep"
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
-        schema = self.transformSchema(dataset.schema)
+        case_sensitive = is_case_sensitive(dataset)
+        schema = self._schema_after(dataset.schema, case_sensitive)
         inputs = self._inputs(dataset.schema)
         features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
         fitted = self._facts_of_fit()
         context = context_of(dataset.sparkSession)
-        if not is_connect(dataset):
-            choose_python(context)
+        check_executors(context)
         key, broadcast = self._shipped(context)
         serving = Serving(
             key=key,
             model=broadcast,
-            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan),
+            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan, case_sensitive),
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size") or self._batch_size(),
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self._handle_invalid(),
+            taken=fitted.taken,
         )
         if has_arrow_udfs(dataset):
             check_travels(features)

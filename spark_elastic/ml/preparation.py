@@ -103,9 +103,10 @@ def labels(
     for index, name in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
         one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", alone_is_scalar=True)
-        known = index < len(dtypes) and dtypes[index] is not None
-        if known and one.dtypes and not is_list(schema[name].dataType):
-            one = Tensors(one.columns, {f"{LABEL}{index}": str(dtypes[index])}, one.shapes)
+        dtype = dtypes[index] if index < len(dtypes) else None
+        # a list of reals may be a probability for each class
+        if dtype is not None and one.dtypes and (dtype == FLOAT or not is_list(schema[name].dataType)):
+            one = Tensors(one.columns, {f"{LABEL}{index}": dtype}, one.shapes)
         made |= one
     return made
 

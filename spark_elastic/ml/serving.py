@@ -35,12 +35,16 @@ MAX_LOADED_MODELS = 2
 
 
 def tensors_for(
-    schema: Any, inputs: Sequence[TensorField], pad_to: Mapping[str, int], allow_nan: bool | Sequence[str] = False
+    schema: Any,
+    inputs: Sequence[TensorField],
+    pad_to: Mapping[str, int],
+    allow_nan: bool | Sequence[str] = False,
+    case_sensitive: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
 
-    `pad_to` and `allow_nan` are those of the training rows, by input. Raises `DataError` if the type of a column cannot
-    become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`. Raises
+    `DataError` if the type of a column cannot become the input.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -64,7 +68,7 @@ def tensors_for(
         shard_bytes=SHARD_BYTES,
         pre_shuffle=None,
     )
-    return request.resolve(schema)
+    return request.resolve(schema, case_sensitive)
 
 
 class FeatureReader:
@@ -310,9 +314,9 @@ def _vectors(values: Array) -> pa.Array:
 
 
 class Predictor(Protocol):
-    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, [rows, ...]."""
+    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays."""
 
-    def __call__(self, inputs: Mapping[str, Any]) -> list[Array]: ...
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]: ...
 
 
 class SavedPredictor(Protocol):
@@ -335,6 +339,7 @@ class Serving:
         groups: The features in the order in which the UDF receives them; several may travel as one column.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
             model's output is NaN.
+        taken: Positions of the outputs that have a value for each row; empty if all have.
     """
 
     key: str
@@ -346,6 +351,7 @@ class Serving:
     names: tuple[str, ...] = ()
     groups: travel.Groups = ()
     handle_invalid: str = "error"
+    taken: tuple[int, ...] = ()
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Transform the batches of one partition."""
@@ -453,17 +459,23 @@ class Serving:
         """
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
-        outputs = predict(inputs)
+        returned = predict(inputs)
+        outputs = [returned[at] for at in self.taken] if self.taken else returned
         for index, output in enumerate(outputs):
-            if output.shape[:1] != (rows,):
+            if not has_rows(output, rows):
                 raise DataError(
-                    f"output {index} of the model has shape {list(output.shape)} for {rows} rows; the first axis of "
-                    "each output must be the rows"
+                    f"output {index} of the model has shape {list(np.shape(output))} for {rows} rows; the first axis "
+                    "of each output must be the rows"
                 )
         undecided: npt.NDArray[np.bool_] = np.zeros(rows, bool)
         if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
             undecided |= np.isnan(outputs[0]).reshape(rows, -1).any(axis=1)
         return [column.values(outputs) for column in self.added], undecided
+
+
+def has_rows(output: Any, rows: int) -> bool:
+    """Return whether what a model returned is an array with a value for each row."""
+    return isinstance(output, np.ndarray) and output.shape[:1] == (rows,)
 
 
 def _joined(column: AddedColumn, parts: Sequence[Array]) -> pa.Array:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spark_elastic.errors import exit_in_words
 from spark_elastic.membership import events as seen
 from spark_elastic.membership import timeline
 from spark_elastic.membership.commands import Command, PublishWorld, WithdrawSlot
@@ -416,9 +417,9 @@ def root_loss_in_words(cause: LossCause) -> str:
     root = cause.root
     if root.kind is not LossKind.EXITED or root.code is None:
         return loss_in_words(root)
-    if root.code < 0 or 128 < root.code < 160:  # a shell, and Spark, report a signal as 128 + its number
-        return f"killed by signal {-root.code if root.code < 0 else root.code - 128}"
-    return f"exited with code {root.code}"
+    # a shell, and Spark, report a signal as 128 + its number
+    words = exit_in_words(128 - root.code if 128 < root.code < 160 else root.code)
+    return words.removeprefix("was ").partition(" (")[0]
 
 
 def _newcomers(places: Sequence[Place]) -> str:

@@ -55,9 +55,7 @@ def test_module_of_ours_that_is_missing_on_the_executors_comes_with_both_remedie
 
 def test_other_missing_modules_are_named():
     reason = words_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'torch'"))
-    assert (
-        reason == "the executors cannot import torch: install it into the Python that they run (spark.pyspark.python)"
-    )
+    assert reason == "the executors cannot import torch: install it into the Python that they run (PYSPARK_PYTHON)"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from spark_elastic import clock
 from spark_elastic.data.spark_connect import Query, setting_of, was_interrupted, why_session_is_gone
 from spark_elastic.data.spark_python import (
     NEEDED_ON_CONNECT,
+    ON_CONNECT,
     python_error_of,
-    python_on_connect,
     refuse_python,
     report_python,
 )
@@ -156,7 +156,7 @@ class ConnectDiscovery:
         if query.error is not None:
             if gone := why_session_is_gone(query.error):
                 raise SessionLostError(reason=gone, progress=None)
-            if wrong_python := python_error_of(query.error, python_on_connect(self._session), on_connect=True):
+            if wrong_python := python_error_of(query.error, ON_CONNECT, on_connect=True):
                 raise wrong_python
             reason = loss_in_words(loss_of(str(query.error)))
             raise too_few(waited_s=clock.monotonic() - start, detail=reason) from query.error

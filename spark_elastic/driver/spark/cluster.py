@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.data.spark_connect import setting_of
 from spark_elastic.data.spark_console import close_connection
+from spark_elastic.errors import PYTHON_SETTING
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 
 if TYPE_CHECKING:
@@ -56,12 +57,12 @@ def loss_of(message: str) -> LossCause:
         return reported(_module_missing(missing.group(1)))
     if _PYTHON_VERSION.search(message):
         return reported(
-            "the executors run another Python than the driver; set PYSPARK_PYTHON (or spark.pyspark.python) to the "
-            "same minor version on both"
+            f"the executors run another Python than the driver; before the session starts, set {PYTHON_SETTING} to a "
+            "Python of the same minor version"
         )
     if program := _PYTHON_NOT_RUN.search(message):
         return reported(
-            f"the executor has no program {program.group(1)!r}; set PYSPARK_PYTHON (or spark.pyspark.python) to a "
+            f"the executor has no program {program.group(1)!r}; before the session starts, set {PYTHON_SETTING} to a "
             "Python that exists there"
         )
     if size := _RESULT_SIZE.search(message):
@@ -98,9 +99,9 @@ def _module_missing(module: str) -> str:
     if package == "spark_elastic":
         return (
             "the executors cannot import spark_elastic: install it into the Python that they run "
-            "(spark.pyspark.python), or ship it with sc.addPyFile or spark.submit.pyFiles"
+            "(PYSPARK_PYTHON), or ship it with sc.addPyFile or spark.submit.pyFiles"
         )
-    return f"the executors cannot import {module}: install it into the Python that they run (spark.pyspark.python)"
+    return f"the executors cannot import {module}: install it into the Python that they run (PYSPARK_PYTHON)"
 
 
 def _last_exception(message: str) -> str:

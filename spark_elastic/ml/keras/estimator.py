@@ -21,7 +21,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
-from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.pickling import KerasPickle, dumps
 from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, global_config, train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
@@ -334,6 +334,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 "first, with keras.Input in it, or by calling it on an array"
             )
         return build_for(model, inputs, self._given("seed"), self._given("custom_objects"))
+
+    def _pickled(self, value: Any) -> bytes:
+        return dumps(value, self._given("custom_objects"))
 
     def _sealed(self, name: str, value: Any) -> KerasPickle:
         """Return a pickle of a setting.

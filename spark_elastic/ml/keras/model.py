@@ -189,10 +189,10 @@ class KerasSavedPredictor:
 
 
 class KerasPredictor:
-    """A function that calls a model with arrays by name and returns its outputs as arrays.
+    """A function that calls a model with arrays by name and returns its outputs as arrays, or None.
 
     The call is traced once for each combination of types and shapes of rows. Raises DataError if an input is not an
-    array, or an output not a tensor.
+    array, or an output neither a tensor nor None.
     """
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
@@ -200,7 +200,7 @@ class KerasPredictor:
         self._device = device
         self._traces: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         import tensorflow as tf
 
         from spark_elastic.ml.keras.compiling import check_kept
@@ -212,7 +212,7 @@ class KerasPredictor:
         if key not in self._traces:
             self._traces[key] = self._trace(arrays)
         with tf.device(self._device):
-            return [each.numpy() for each in self._traces[key](*map(tf.constant, arrays))]
+            return [None if each is None else each.numpy() for each in self._traces[key](*map(tf.constant, arrays))]
 
     def _trace(self, arrays: list[npt.NDArray[Any]]) -> Any:
         import keras
@@ -224,12 +224,13 @@ class KerasPredictor:
             returned = self._model(inputs_of(self._model, tensors), training=False)
             made = list(keras.tree.flatten(returned))
             for each in made:
-                if not tf.is_tensor(each):
+                if each is not None and not tf.is_tensor(each):
                     raise DataError(f"the model returned {type(each).__name__}; tensors are needed")
-            return [tf.cast(each, tf.float32) if each.dtype == tf.bfloat16 else each for each in made]
+            return [tf.cast(each, tf.float32) if getattr(each, "dtype", 0) == tf.bfloat16 else each for each in made]
 
         rows = [tf.TensorSpec((None, *each.shape[1:]), tf.as_dtype(each.dtype)) for each in arrays]
-        return tf.function(outputs, input_signature=rows)
+        # without autograph, as `predict` of Keras; it would leave files in TMPDIR for good
+        return tf.function(outputs, input_signature=rows, autograph=False)
 
 
 def _array(name: str, value: Any) -> npt.NDArray[Any]:

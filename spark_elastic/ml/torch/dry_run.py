@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -61,6 +62,38 @@ def dry_run(
         return replace(tried, settings={"logged": logged})
     finally:
         torch.random.set_rng_state(generator)
+
+
+def lazy_names(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters and buffers whose shapes follow from the first rows, as of `LazyLinear`."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [name for name, value in named if torch.nn.parameter.is_lazy(value)]
+
+
+def initialise(training: TorchTraining) -> None:
+    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes.
+
+    The parameters remain the same objects, so an optimizer that has them stays valid.
+
+    Raises:
+        DataError: The model cannot be called with the rows.
+        InvalidSettingsError: The call does not reach all lazy modules.
+    """
+    model, objective = training.model, objective_of(training)
+    part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]
+    modes = {module: module.training for module in model.modules()}
+    with UserCodeContext(_subject(training), part.rows, part.tensors), torch.no_grad():
+        # a model that decides how it is trained may have no call for other rows
+        objective.set_mode(model, isinstance(training.train_fn, ModelStep))
+        objective.begin(model, StepPlace())
+        objective.forward(model, part)
+    for module, mode in modes.items():
+        module.training = mode
+    if left := lazy_names(model):
+        raise InvalidSettingsError(
+            f"{', '.join(left)} of the model got no shape from a call with the first rows; call the model once with "
+            "rows that reach it before fit, or give its module the number of features"
+        )
 
 
 def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[LoggedName, Any]]:

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.estimator import ElasticEstimator
+from spark_elastic.ml.estimator import ElasticEstimator, FitTimings
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
@@ -32,7 +32,7 @@ from spark_elastic.ml.shared_params import (
     Shapes,
 )
 from spark_elastic.ml.torch import lightning, objective, serialization, transformers
-from spark_elastic.ml.torch.dry_run import dry_run
+from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
 from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import ModelStep
@@ -308,6 +308,11 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         configured = {name: each for name, each in self._configured(dataset).items() if name in self.DECIDING}
         configured.pop("train_fn", None)
         return {**super()._identity(dataset), **{name: described(each) for name, each in configured.items()}}
+
+    def _fit_rows(self, rows: Dataset, context: Any, timings: FitTimings) -> ElasticTorchModel:
+        if lazy_names(self._given("model")):  # before anything describes the model or makes a copy of it
+            initialise(self._training(rows, rows.store, None))
+        return super()._fit_rows(rows, context, timings)
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
         same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")

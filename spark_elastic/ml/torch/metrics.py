@@ -313,7 +313,7 @@ class TorchMetricAccumulator(MetricAccumulator):
         piece: Piece = {}
         if self._metrics:
             with torch.no_grad():
-                outputs = tuple(output.detach() for output in result.outputs)
+                outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
                 for metric, which in self._metrics:
                     output, label = _chosen(metric.name, outputs, result.labels, which)
                     numbers += metric.update(output, label, rows)

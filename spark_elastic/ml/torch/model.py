@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
@@ -106,16 +105,16 @@ class TorchSavedPredictor:
 
 
 class TorchPredictor:
-    """A function that calls a module with arrays by name and returns its outputs as arrays.
+    """A function that calls a module with arrays by name and returns its outputs, tensors as arrays.
 
-    Raises DataError if an input is not an array, or an output not a tensor.
+    Raises DataError if an input is not an array.
     """
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._call = prediction_call(module)
         self._device = device
 
-    def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         with torch.inference_mode():
             returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
             return [_as_numpy(each) for each in outputs_of(returned)]
@@ -130,8 +129,8 @@ def _tensor_of(value: Any) -> torch.Tensor:
     raise DataError(f"the model takes arrays, not {type(value).__name__}; convert the values to arrays in inference_fn")
 
 
-def _as_numpy(output: Any) -> npt.NDArray[Any]:
+def _as_numpy(output: Any) -> Any:
     if not isinstance(output, torch.Tensor):
-        raise DataError(f"the model returned {type(output).__name__}; tensors are needed, or a tuple or dict of them")
+        return output
     tensor: torch.Tensor = output.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

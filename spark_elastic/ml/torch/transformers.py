@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.preparation import INTEGER
+from spark_elastic.ml.preparation import FLOAT, INTEGER
 from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
 
 _IGNORED_LABEL = -100
@@ -109,11 +109,15 @@ def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     config = getattr(model, "config", None)
     shifted = hasattr(model, "loss_type") and model.loss_type in (None, *_SHIFTED)
     shifted = shifted and not getattr(config, "is_encoder_decoder", False)
-    classes = getattr(model, "loss_type", None) == "ForSequenceClassification" and _has_classes(config)
+    of_sequences = getattr(model, "loss_type", None) == "ForSequenceClassification"
+    classes = of_sequences and _has_classes(config)
+    step = ModelLoss(names["label_cols"], shifted, classes)
+    if of_sequences and not classes:  # a regression, or several classes a row, whose loss needs reals
+        step.label_dtype = FLOAT
     settings = {
         **given,
         "model": NamedInputs(model, names["feature_cols"]),
-        "train_fn": ModelLoss(names["label_cols"], shifted, classes),
+        "train_fn": step,
         "feature_cols": [[name] for name in names["feature_cols"]],
     }
     if settings.get("optimizer") is None:

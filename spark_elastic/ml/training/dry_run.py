@@ -20,7 +20,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableEr
 from spark_elastic.ml.callbacks import Callback, Monitor
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.preparation import reshaped
-from spark_elastic.ml.serving import OutputShape, suits
+from spark_elastic.ml.serving import OutputShape, has_rows, suits
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
@@ -40,6 +40,7 @@ class DryRunResult:
 
     Attributes:
         outputs: The model's outputs in `transform`; empty if it has none there.
+        taken: Their positions among all that the model returns; empty if they are all.
         rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         why_not: Why the model cannot be called in `transform`; "" if it can.
         settings: Settings of the training that only a step shows, such as the names of values that the model logs.
@@ -51,6 +52,7 @@ class DryRunResult:
     why_not: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     of_classes: bool = False
+    taken: tuple[int, ...] = ()
 
 
 class UserCodeContext:
@@ -248,19 +250,37 @@ def try_transform(
         field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
         for field in model_inputs(training.dataset, training.input_shapes)
     }
+
+    def called(times: int) -> Sequence[Any]:
+        given = {
+            name: np.concatenate([value] * times) if isinstance(value, np.ndarray) else value * times
+            for name, value in features.items()
+        }
+        return predict(given if inference_fn is None else dict(inference_fn(given)))
+
     try:
-        outputs = predict(features if inference_fn is None else dict(inference_fn(features)))
-        for index, output in enumerate(outputs):
-            if output.shape[:1] != (batch.rows,):
-                raise DataError(f"output {index} has shape {list(output.shape)} for {batch.rows} rows")
+        outputs = called(1)
+        taken = [at for at, output in enumerate(outputs) if has_rows(output, batch.rows)]
+        if len(outputs) > 1:  # another axis may have as many values as there are first rows
+            twice = called(2)
+            taken = [at for at in taken if has_rows(twice[at], 2 * batch.rows)]
+        if not taken:
+            seen = ", ".join(map(describe_tensor, outputs)) or "nothing"
+            raise DataError(f"for {batch.rows} rows it returns {seen}, and no tensor with a value for each row")
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if inference_fn is None and training.transformation_fn is not None:
             why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
         log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
         return DryRunResult((), why_not=why)
-    shapes = tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs)
+    all_taken = len(taken) == len(outputs)
+    if not all_taken:
+        left = ", ".join(f"{at} ({describe_tensor(each)})" for at, each in enumerate(outputs) if at not in taken)
+        log.warning("transform leaves out what the model returns without a value for each row: output %s", left)
+        rule = rule if taken[0] == 0 else None
+    shapes = tuple(OutputShape(outputs[at].dtype.str, outputs[at].shape[1:]) for at in taken)
     label, shape = batch.tensors.get("label_0"), shapes[0].shape
     of_classes = isinstance(label, np.ndarray) and label.dtype.kind in "iu" and label.ndim == 1 and len(shape) == 1
     known = rule if rule is not None and suits(rule, shape) else None
-    return DryRunResult(shapes, known, of_classes=of_classes and shape != (1,))
+    of_classes = of_classes and shape != (1,)
+    return DryRunResult(shapes, known, of_classes=of_classes, taken=() if all_taken else tuple(taken))

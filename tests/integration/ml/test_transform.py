@@ -81,6 +81,25 @@ def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the
     assert model.transformSchema(rows.schema) == made.schema
 
 
+def test_columns_that_differ_in_case_alone_are_told_apart_where_spark_does(spark: Any, sent: str) -> None:
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        df = spark.range(3).select(F.col("id").alias("x"), (F.col("id") * 10).alias("X"), F.lit(0).alias("Output"))
+        inputs = [TensorField("features_0", ("x",), "<f4", (1,)), TensorField("features_1", ("X",), "<f4", (1,))]
+        made = model_of(Weighted(), inputs, OutputShape("<f4", (1,))).transform(df)
+        assert made.columns == ["x", "X", "Output", "output", "prediction"]
+        assert sorted(row.prediction for row in made.collect()) == [0.0, 12.0, 24.0]
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+    with pytest.raises(DataError, match=r"has a column .Output. already"):
+        model_of(Weighted(), inputs, OutputShape("<f4", (1,))).transform(df)
+
+
+class Weighted(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 2 * x + y
+
+
 def numbers(spark: Any, count: int) -> Any:
     """Return a DataFrame with features of two types, enough of each to travel together, and a column of intervals."""
     floats = [(F.col("id") / 7 + index).cast("float").alias(f"f{index}") for index in range(5)]

@@ -290,15 +290,26 @@ OTHER_PYTHON = """
     import sys
     import time
 
+    import torch
     from pyspark.sql import SparkSession
 
     import spark_elastic
+    from spark_elastic.data.manifest import TensorField
     from spark_elastic.errors import ExecutorPythonError
+    from spark_elastic.ml.model import Fitted
+    from spark_elastic.ml.serving import OutputShape
+    from spark_elastic.ml.torch.model import ElasticTorchModel
 
     spark = SparkSession.builder.master(sys.argv[1] if sys.argv[1:] else "local-cluster[1,1,1024]")
     spark = spark.config("spark.ui.enabled", "false").getOrCreate()
-    for call in (lambda: spark_elastic.run(lambda: 1, num_proc=1), lambda: spark_elastic.materialize(
-        spark.range(10), {"x": ["id"]}, store="store")):
+    model = ElasticTorchModel()
+    inputs = (TensorField("id", ("id",), "<f4", ()),)
+    model._attach(torch.nn.Identity(), Fitted(inputs, (OutputShape("<f4", ()),), "value"))
+    for call in (
+        lambda: model.transform(spark.range(10)),
+        lambda: spark_elastic.run(lambda: 1, num_proc=1),
+        lambda: spark_elastic.materialize(spark.range(10), {"x": ["id"]}, store="store"),
+    ):
         began = time.monotonic()
         try:
             call()
@@ -311,7 +322,7 @@ def test_executors_python_without_packages_is_named_with_ours_before_any_worker_
     bare = python_without_packages(tmp_path / "bare")
     said = say(tmp_path, OTHER_PYTHON, env={"PATH": f"{bare}:{BARE_PATH}"})
     answers = [line for line in said.out.splitlines() if " s: " in line]
-    assert len(answers) == 2, said.err
+    assert len(answers) == 3, said.err
     for answer in answers:
         assert float(answer.split(" s: ")[0]) < 5.0 * slowness()
         assert "torch" in answer
@@ -324,7 +335,7 @@ def test_wrong_python_of_a_local_master_is_named_without_a_job(tmp_path):
     source = OTHER_PYTHON.replace("local-cluster[1,1,1024]", "local[1]")
     said = say(tmp_path, source, env={"PYSPARK_PYTHON": str(bare / "python3")})
     answers = [line for line in said.out.splitlines() if " s: " in line]
-    assert len(answers) == 2, said.err
+    assert len(answers) == 3, said.err
     for answer in answers:
         assert "it has no cloudpickle, numpy, torch, spark_elastic" in answer
 

@@ -111,7 +111,7 @@ def test_silent_executors_are_named():
 def test_python_mismatch_suggests_pyspark_python():
     error = "[PYTHON_VERSION_MISMATCH] Python in worker has different version 3.9 than that in driver 3.11"
     found = findings.judge_executors([], ["1"], wanted=1, waited_s=1.0, error=error)
-    assert (found.level, "PYSPARK_PYTHON" in found.fix) == (PROBLEM, True)
+    assert (found.level, "set PYSPARK_PYTHON in this program" in found.fix) == (PROBLEM, True)
 
 
 def test_gpus_that_nobody_asked_for_are_pointed_out_and_none_is_silent():

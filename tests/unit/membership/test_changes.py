@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.membership import events as e
 from spark_elastic.membership.commands import Announce
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 from spark_elastic.membership.topology import Place
 from spark_elastic.reporting.event_log import MOST_NOTICES, EventLog, root_loss_in_words
 from spark_elastic.settings import ElasticSettings
@@ -188,6 +188,12 @@ def test_a_loss_is_open_until_the_next_world_is_there():
 def test_reason_of_a_change_is_the_event_itself_and_not_how_it_was_noticed(cause, words):
     assert root_loss_in_words(cause).startswith(words)
     assert not cause.is_symptom
+
+
+def test_a_signal_has_the_same_words_in_each_line_of_a_loss():
+    for cause in (exited(-15), LossCause(LossKind.DYING, code=-15)):
+        assert loss_in_words(cause) == "killed by signal 15 (SIGTERM)"
+    assert loss_in_words(LossCause(LossKind.AGENT_EXITED, code=-15)) == "its agent was killed by signal 15 (SIGTERM)"
 
 
 def test_closed_connection_explains_no_loss():

@@ -14,6 +14,7 @@ from pyspark.sql.types import (
     FloatType,
     IntegerType,
     LongType,
+    ShortType,
     StringType,
     StructField,
     StructType,
@@ -98,6 +99,16 @@ def test_dtypes_that_do_not_fit_the_inputs_are_refused() -> None:
 def test_label_dtype_follows_the_loss_or_the_column() -> None:
     assert list(preparation.labels(SCHEMA, ["b", "a"], None).dtypes.values()) == ["<i8", "<f4"]
     assert list(preparation.labels(SCHEMA, ["b", "a"], None, ["<f4", "<i8"]).dtypes.values()) == ["<f4", "<i8"]
+
+
+def test_integers_in_arrays_become_reals_for_losses_of_numbers_alone() -> None:
+    schema = StructType([*SCHEMA.fields, StructField("nested", ArrayType(ArrayType(ShortType())))])
+    for names, needed, made in (
+        (["words", "nested"], ["<f4", "<f4"], ["<f4", "<f4"]),
+        (["words", "image"], ["<i8", "<i8"], ["<i8", "<f4"]),
+        (["words", "nested"], [None, None], ["<i8", "<i8"]),
+    ):
+        assert list(preparation.labels(schema, names, None, needed).dtypes.values()) == made
 
 
 def test_label_of_one_number_is_a_scalar() -> None:

@@ -84,7 +84,10 @@ class Int8(hvd.Compression.none.__mro__[1]):
 
 PATTERNS = (never, on_the_last_rank, in_turns, then_nothing)
 CASES = [
-    *(Case(uses, optimizer, zero) for uses, optimizer, zero in itertools.product(PATTERNS, (sgd, adamw), ("none", "in place"))),
+    *(
+        Case(uses, optimizer, zero)
+        for uses, optimizer, zero in itertools.product(PATTERNS, (sgd, adamw), ("none", "in place"))
+    ),
     *(Case(uses, sgd, options={"op": hvd.Sum}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"groups": 3}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"gradient_predivide_factor": 2.0}) for uses in PATTERNS),

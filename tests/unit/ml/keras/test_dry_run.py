@@ -39,6 +39,15 @@ def test_the_rule_is_that_of_the_first_output_if_it_has_a_loss(data, tmp_path):
     assert found.rule == "value"
 
 
+@pytest.mark.parametrize(("nothing_by_row", "taken"), [(lambda y: keras.ops.mean(y), (0,)), (lambda y: y * 2, ())])
+def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(nothing_by_row, taken, data, tmp_path):
+    x = keras.Input((6,))
+    y = dense(3, 2, name="kind")(x)
+    net = keras.Model(x, [y, nothing_by_row(y)])
+    found = try_training(data, tmp_path, model=net, loss=[trainings.cross_entropy(), None], metrics=None)
+    assert (found.taken, found.outputs[0].shape, found.rule) == (taken, (3,), "argmax")
+
+
 class Most(keras.metrics.Metric):
     """A maximum, whose variable Keras takes for a sum."""
 

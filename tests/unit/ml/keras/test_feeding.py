@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -87,6 +89,12 @@ def test_integers_that_the_models_input_would_change_are_refused(kind, most, tmp
         list(fed(feed, training))
     with pytest.raises(DataError, match=said):
         KerasPredictor(model)({"features_0": given + 1})
+
+
+def test_a_prediction_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    KerasPredictor(make_net())({"features_0": numbers(6)})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_inputs_are_a_tensor_a_list_or_a_dict_as_the_model_takes_them(tmp_path):

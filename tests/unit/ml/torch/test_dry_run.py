@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
+from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.serving import Serving
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +227,77 @@ def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
         model.setOutputCols(["one"])._added()
 
 
+class Recurrent(nn.Module):
+    """Returns its values for each row, and what has another first axis, as chosen by `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.lstm, self.head = nn.LSTM(6, 5, num_layers=4, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, state = self.lstm(x[:, None, :])
+        logits = self.head(out[:, -1])
+        made: dict[str, Any] = {
+            "states": (logits, state),
+            "one state": (logits, state[0]),  # [layers, rows, values], with as many layers as there are first rows
+            "a dict": {"logits": logits, "nothing": None, "loss": logits.mean(), "probabilities": logits.softmax(1)},
+            "a state first": (state[0], logits),
+        }
+        return made[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken", "columns"),
+    [
+        ("states", (0,), ["output", "prediction"]),
+        ("one state", (0,), ["output", "prediction"]),
+        ("a dict", (0, 3), ["output_0", "output_1", "prediction"]),
+        ("a state first", (1,), ["output"]),
+    ],
+)
+def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
+    kind: str, taken: tuple[int, ...], columns: list[str], dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen: dict[str, Any] = {"metrics": {"right": (0, by_class)}}
+    if kind == "a state first":
+        chosen = {"loss": None, "train_fn": of_second}
+    chosen |= {"model": Recurrent(kind), "optimizer": torch.optim.SGD, "epochs": 1}
+    model = estimator(**chosen).from_dataset_path(dataset)
+    assert (model._fitted.taken, [column.name for column in model._added()]) == (taken, columns)
+    assert f"without a value for each row: output {0 if taken == (1,) else 1} (" in caplog.text
+    features = torch.randn(7, 6)
+    serving = Serving("none", None, (), model._added(), 100, taken=model._fitted.taken)
+    ((first, *_), _) = serving._part(model._saved_predictor().load(), {"features_0": features.numpy()}, 7)
+    with torch.no_grad():
+        returned = model.module(features)
+    expected = next(iter(returned.values())) if isinstance(returned, dict) else returned[taken[0]]
+    assert torch.allclose(torch.from_numpy(first), expected)
+    assert Fitted.from_json(json.loads(json.dumps(model._fitted.to_json()))) == model._fitted
+
+
+def of_second(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs[0])[1], batch.labels[0])
+
+
+def by_class(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == label).float()
+
+
+def test_model_without_a_value_for_any_row_says_what_it_returns(dataset: Dataset) -> None:
+    def summed(model: nn.Module, batch: Any) -> Any:
+        return model(batch.inputs[0]).sum()
+
+    class Mean(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).mean(0)
+
+    net = Mean(6, 3)
+    model = estimator(model=net, optimizer=torch.optim.SGD, loss=None, train_fn=summed).from_dataset_path(dataset)
+    with pytest.raises(InvalidSettingsError, match=r"for 4 rows it returns float32 \[3\], and no tensor with a value"):
+        model._added()
+
+
 def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def share(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output.argmax(1) == label).float().mean()
@@ -350,3 +424,60 @@ def test_scalar_over_labels_that_count_is_refused_by_its_numbers(loss: Any, igno
 )
 def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset: Dataset) -> None:
     assert len(estimator(**changes, epochs=1).from_dataset_path(dataset).history) == 1
+
+
+# --- modules whose shapes follow from the first rows ------------------------------------------------
+
+
+class LazyInside(nn.Module):
+    """Lazy layers of each kind, beside a layer with a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.LazyConv1d(2, 3), nn.LazyBatchNorm1d()
+        self.hidden, self.last = nn.LazyLinear(8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.norm(self.conv(x[:, None, :]))
+        return self.last(self.dropout(self.hidden(found.flatten(1)).tanh()))
+
+
+def by_train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": None, "train_fn": by_train_fn}, {"optimizer": torch.optim.SGD}])
+def test_lazy_modules_are_trained_as_after_a_call_with_rows(changes: dict[str, Any], dataset: Dataset) -> None:
+    def fitted(called_before: bool) -> Any:
+        net = LazyInside()
+        given = {"optimizer": torch.optim.Adam(net.parameters(), lr=0.01), **changes}
+        made = estimator(model=net, seed=1, **given)
+        torch.manual_seed(4)
+        net.last.reset_parameters()
+        if called_before:
+            with torch.no_grad():
+                net.eval()(torch.zeros(2, 6))
+            net.train()
+        model = made.from_dataset_path(dataset)
+        assert net.training
+        assert net.norm.num_batches_tracked == 0
+        again = made.from_dataset_path(dataset)
+        assert weights_of(again) == weights_of(model)
+        return model
+
+    assert weights_of(fitted(called_before=False)) == weights_of(fitted(called_before=True))
+
+
+class Unreached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.LazyLinear(3), nn.LazyLinear(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_a_lazy_module_that_the_first_rows_do_not_reach_is_named(dataset: Dataset) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"unused\.weight, unused\.bias of the model got no shape"):
+        estimator(model=Unreached(), optimizer=torch.optim.SGD).from_dataset_path(dataset)

@@ -72,6 +72,19 @@ def test_the_loss_of_all_rows_is_the_sum_over_any_parts_of_them(make: Any, label
     assert len(whole.outputs) == len(labels)
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"num_labels": 3}, "<i8"),
+        ({"num_labels": 1}, "<f4"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "<f4"),
+    ],
+)
+def test_labels_of_sequences_have_the_type_that_the_loss_needs(config: dict[str, Any], dtype: str) -> None:
+    settings = settings_of(tr.BertForSequenceClassification(tr.BertConfig(**SMALL, **config)), NAMES)
+    assert settings["train_fn"].label_dtype == dtype
+
+
 def test_rows_without_labels_have_a_gradient_of_zero() -> None:
     settings = settings_of(tr.BertForTokenClassification(tr.BertConfig(**SMALL)), NAMES)
     settings["train_fn"](settings["model"], batch_of((TOKENS,), slice(2, 3))).sums[0].backward()
