@@ -45,6 +45,8 @@ _TRIM_EVERY = 50
 """Groups after which memory is given back, which takes some milliseconds on a thread of its own."""
 _PRUNE_AT = 64
 _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+_MOST_DESCRIPTORS = 4096
+"""Descriptors to look at where the system lists none."""
 
 # --- sockets ----------------------------------------------------------------------------------------
 
@@ -52,7 +54,11 @@ _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 def open_sockets() -> dict[int, int]:
     """Return the open sockets of this process: descriptor → inode. An inode's number is not used again."""
     found = {}
-    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+    try:
+        descriptors = list(map(int, os.listdir(_DESCRIPTORS)))
+    except OSError:
+        descriptors = list(range(_MOST_DESCRIPTORS))
+    for descriptor in descriptors:
         try:
             status = os.fstat(descriptor)
         except OSError:  # the listing's own descriptor, or closed meanwhile

@@ -184,7 +184,7 @@ class LocalAgents:
             )
             self._processes[slot] = process
         out, _ = process.communicate(pickle.dumps((self.spec, slot, host, self.cores)))
-        if process.returncode != 0:
+        if process.returncode != 0 or not out:  # where SIGCHLD is ignored, the exit code is unknown and given as 0
             return LaunchEnd(slot, LossCause(LossKind.AGENT_EXITED, code=process.returncode))
         outcome: AgentOutcome = pickle.loads(out)
         return LaunchEnd(slot, outcome.cause, outcome)

@@ -131,7 +131,8 @@ class Announcer:
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:
             self._paused.remove(index)
-            resumed = f"training goes on with {counted(self._log.size, 'worker')}"
+            resumed = "training starts again" if changes[index].restarted else "training goes on"
+            resumed += f" with {counted(self._log.size, 'worker')}"
             self._line(", ".join([resumed, *changes[index].cost("after ")]))
         while self._announced < len(changes):
             change = changes[self._announced]

@@ -27,6 +27,7 @@ from spark_elastic.membership.reasons import (
 )
 from spark_elastic.membership.topology import BEGINNING, Place, SlotId, StateVersion, WorkerId, World
 
+STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
 NO_EXECUTOR = ("driver", "local-")
 """Prefixes of executor names that stand for no executor: local mode, and plain processes."""
@@ -52,10 +53,12 @@ class MembershipChange:
     pause_s: float | None = None
     """Time until the first step after the change, or until the new world was formed if steps are not reported; None:
     not known yet, or no pause."""
-    steps_lost: int | None = None  # applied steps that have to be computed again; None: not known yet, or no pause
+    steps_lost: int | None = None
+    """Applied steps that have to be computed again; None: not known yet, no pause, or the function started again."""
     open: bool = False  # the pause is not over
     lasted_s: float | None = None  # the length of a wait that is over
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
+    restarted: bool = False  # the function was called again from its beginning, because it was in no elastic loop
     unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
 
     def __str__(self) -> str:
@@ -80,10 +83,12 @@ class MembershipChange:
         return f"{self.who} {self.kind}{cause}: {', '.join([sizes, *self.cost()])}"
 
     def cost(self, before: str = "") -> list[str]:
-        """Return the length of the pause, with a word before it, and the number of lost steps, as far as known."""
+        """Return the length of the pause, with a word before it, and what was lost, as far as known."""
         words = []
         if self.pause_s is not None:
             words.append(f"{before}{self.pause_s:.2f} s" if self.pause_s < 9.995 else f"{before}{self.pause_s:.0f} s")
+        if self.restarted:
+            words.append(STARTED_AGAIN)
         if self.steps_lost is not None:
             words.append(f"{counted(self.steps_lost, 'step')} lost" if self.steps_lost else "no step lost")
         return words
@@ -208,6 +213,7 @@ class EventLog:
         self._broken: timeline.WorldBroken | None = None
         self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
+        self._has_loop = False  # a worker was in an elastic loop
         self._notices = 0
         #: Until the newest world has applied a step: when the pause began, and the version that the world starts from.
         self._first: tuple[float, StateVersion] | None = None
@@ -227,6 +233,8 @@ class EventLog:
         """Update the log with an event and the machine's answer to it. `note` takes the records of the answer."""
         match event:
             case seen.WorkerAlive(_, version) | seen.WorkerReady(_, _, version):
+                waits_in_loop = isinstance(event, seen.WorkerReady) and not event.at_init and event.loop > 0
+                self._has_loop = self._has_loop or version is not None or waits_in_loop
                 version = version or BEGINNING
                 self._furthest = max(self._furthest, version)
                 if self._first is not None and version.is_steps_after(self._first[1]):
@@ -376,7 +384,8 @@ class EventLog:
             self._departures.pop(index, None)
         self._world, self._gone = new, set()
         version = new.version or BEGINNING
-        lost = version.steps_lost(self._furthest)
+        restarted = new.version is None and not self._has_loop
+        lost = None if restarted else version.steps_lost(self._furthest)
         self._furthest = version
         if old is None:
             self._add(record.at, "started", "", record.why, before=0)
@@ -393,7 +402,7 @@ class EventLog:
         first, *others = opened
         for index in others:  # one pause, however many changes fall into it
             self._update(index, open=False)
-        self._update(first, pause_s=record.pause_s, steps_lost=lost, open=True)
+        self._update(first, pause_s=record.pause_s, steps_lost=lost, restarted=restarted, open=True)
         self._paused = first
         self._first = (begin, version)
         if new.version is None:

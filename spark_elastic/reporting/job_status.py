@@ -339,12 +339,13 @@ def _rate(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> float 
 
 
 def _events(changes: Sequence[MembershipChange]) -> Document:
-    newest = changes[-MOST_EVENTS:]
+    newest, restarts = changes[-MOST_EVENTS:], sum(change.restarted for change in changes)
     return {
         "events": {
             "count": len(changes),
             "kinds": dict(Counter(change.kind for change in changes)),
-            "steps_lost": sum(change.steps_lost or 0 for change in changes),
+            "steps_lost": None if restarts else sum(change.steps_lost or 0 for change in changes),
+            "restarts": restarts,
             "pause_s": _rounded(sum(change.pause_s or 0.0 for change in changes)),
             "rows": [
                 {

@@ -43,6 +43,7 @@ def metrics_text(document: Mapping[str, Any]) -> str:
     for kind in (*_KINDS, *(kind for kind in events["kinds"] if kind not in _KINDS)):
         text.counter("events_total", "Events of the job by kind.", events["kinds"].get(kind, 0), kind=kind)
     text.counter("steps_lost_total", "Steps that had to be computed again.", events["steps_lost"])
+    text.counter("restarts_total", "Times that a function without an elastic loop started again.", events["restarts"])
     text.counter("pause_seconds_total", "Time without steps because of changes of the workers.", events["pause_s"])
 
     text.gauge("steps", "Optimizer steps that are applied.", progress["steps"])

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from spark_elastic import clock
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
+from spark_elastic.task.reaper import open_pidfd, restore_child_signal
 from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
 from spark_elastic.task.worker_template import TemplateAddress
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
@@ -166,6 +167,7 @@ def run_agent(
         guardian: process id of the executor's JVM; the agent ends when that process does.
         template_guardians: the processes with which a template of workers ends; see `TemplateAddress`.
     """
+    restore_child_signal()
     template = TemplateAddress.of(template_guardians, order.keep_workers_s, order.preimport)
     return asyncio.run(_Agent(order, slot, launch, report, guardian, template).run())
 
@@ -243,13 +245,9 @@ class _Agent:
 
     def _watch_guardian(self) -> int:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
-        if self._guardian is None or not hasattr(os, "pidfd_open"):
-            return -1
-        try:
-            descriptor = os.pidfd_open(self._guardian)
-        except OSError:
-            return -1  # an old kernel, or the guardian is gone, and then Spark ends this task too
-        asyncio.get_running_loop().add_reader(descriptor, self._finish_because, "the executor's JVM is gone")
+        descriptor = -1 if self._guardian is None else open_pidfd(self._guardian)
+        if descriptor >= 0:
+            asyncio.get_running_loop().add_reader(descriptor, self._finish_because, "the executor's JVM is gone")
         return descriptor
 
     async def _connect(self) -> None:

@@ -24,7 +24,6 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NoReturn
 
@@ -214,7 +213,6 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         exit_now(EXIT_ABANDONED)
     except HorovodInternalError as error:
         link.abandoned(f"a collective failed outside of an elastic loop: {error}")
-        traceback.print_exc()
         exit_now(EXIT_ABANDONED)
     except BaseException as error:  # SystemExit too: the function has not returned
         # not to stderr: the driver has the text, and raises it

@@ -130,18 +130,36 @@ def _open_descriptors() -> list[int]:
 
 
 def _wait_for_end_of(worker: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        try:
-            select.select([os.pidfd_open(worker)], [], [])
-            return
-        except OSError:
-            pass  # it is gone already, or the kernel is too old
+    if (pidfd := open_pidfd(worker)) >= 0:
+        select.select([pidfd], [], [])
+        return
     try:
         while True:
             os.kill(worker, 0)
             time.sleep(_POLL_S)
     except ProcessLookupError:
         return
+
+
+def open_pidfd(pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends; -1 if it is gone or the system has none.
+
+    Kernels before 5.3 have none, and the seccomp filters of older containers refuse them.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+
+
+def restore_child_signal() -> None:
+    """Set SIGCHLD to its default if it is ignored, as some supervisors have it: the exit codes of children were lost.
+
+    Has no effect outside of the main thread.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def exit_code_of(pid: int) -> int | None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
-from spark_elastic.task.reaper import exit_code_of
+from spark_elastic.task.reaper import exit_code_of, open_pidfd
 from spark_elastic.task.worker_template import Ends, ForkedProcess, TemplateAddress, TemplateUnavailableError
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -314,7 +314,7 @@ class SpawnedProcess:
         finally:
             ends.close()
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+        self._pidfd = open_pidfd(self.pid)
         if self._pidfd >= 0:
             self._loop.add_reader(self._pidfd, self._gone)
         else:

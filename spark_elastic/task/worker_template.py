@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 from spark_elastic import clock
 from spark_elastic.settings import DEVICE_SETTING
+from spark_elastic.task.reaper import open_pidfd
 
 LEAST_FREE_BYTES = 512 << 20
 """With less memory free on the machine or in the container, a template without workers ends at once."""
@@ -106,8 +107,12 @@ class TemplateAddress:
             keep_s: See the attribute.
             modules: What workers import.
         """
-        usable = sys.platform == "linux" and hasattr(os, "pidfd_open") and _THREADED.isdisjoint(modules)
-        return TemplateAddress(tuple(guardians), keep_s) if usable and guardians and keep_s > 0 else None
+        if not guardians or keep_s <= 0 or sys.platform != "linux" or not _THREADED.isdisjoint(modules):
+            return None
+        if (pidfd := open_pidfd(os.getpid())) < 0:
+            return None
+        os.close(pidfd)
+        return TemplateAddress(tuple(guardians), keep_s)
 
     def name(self) -> bytes:
         """Return the name of the socket.
@@ -323,9 +328,8 @@ class ForkedProcess:
 
     def _watch(self, pid: int) -> None:
         kill_group(pid)
-        try:
-            self._pidfd = os.pidfd_open(pid)
-        except OSError:
+        self._pidfd = open_pidfd(pid)
+        if self._pidfd < 0:
             self._end(-signal.SIGKILL)
             return
         self._loop.add_reader(self._pidfd, self._end, -signal.SIGKILL)
@@ -410,9 +414,8 @@ class _Template:
     def watch(self, guardians: Sequence[int]) -> None:
         """End with these processes; see `TemplateAddress`."""
         for number, pid in enumerate(guardians):
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:
+            pidfd = open_pidfd(pid)
+            if pidfd < 0:
                 self._end()
             ended = functools.partial(self._lost_daemon, pidfd) if number else self._end
             self._selector.register(pidfd, selectors.EVENT_READ, ended)

@@ -21,9 +21,12 @@ def lost(kind: LossKind, because: LossCause) -> LossCause:
 
 
 class Job:
-    """A membership machine with a log beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
+    """A membership machine with a log beside it, as in the driver. Workers w1.. on executors 0.. at a step.
 
-    def __init__(self, size: int, minimum: int = 1, executors: str = "spark") -> None:
+    `progress`: the step; None: the function has no elastic loop.
+    """
+
+    def __init__(self, size: int, minimum: int = 1, executors: str = "spark", progress: int | None = 10) -> None:
         self.machine = Membership(ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2))
         self.log = EventLog()
         self.tell(0.0, e.JobStarted())
@@ -33,7 +36,7 @@ class Job:
         for number in range(size):
             self.tell(2.0, e.WorkerReady(number + 1, 0, None, at_init=True))
         for number in range(size):
-            self.tell(3.0, e.WorkerAlive(number + 1, step_at(10)))
+            self.tell(3.0, e.WorkerAlive(number + 1, None if progress is None else step_at(progress)))
 
     def tell(self, now: float, event: e.Event) -> None:
         commands = self.machine.handle(event, now)
@@ -96,6 +99,19 @@ def test_steps_that_have_to_be_done_again_are_counted():
     job.tell(5.0, e.WorkerLost(2, exited(-9)))
     job.ready(5.1, 1, step=50)
     assert job.said[-1].endswith("2 -> 1 worker, 0.10 s, 7 steps lost")
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_function_in_no_loop_is_said_to_start_again(in_loop: bool) -> None:
+    job = Job(2, progress=0 if in_loop else None)
+    job.tell(5.0, e.WorkerLost(2, exited(-9)))
+    job.tell(5.1, e.WorkerLost(1, exited(-9)))
+    job.tell(8.0, e.Tick())  # the slots have rested
+    job.tell(9.0, e.WorkerReady(3, 0, None, at_init=True))
+    job.tell(9.0, e.WorkerReady(4, 0, None, at_init=True))
+    change = next(each for each in job.log.changes if each.kind == "lost")
+    assert (change.restarted, change.steps_lost) == ((False, 0) if in_loop else (True, None))
+    assert str(change).endswith("no step lost" if in_loop else "from its beginning: it was in no elastic loop")
 
 
 def test_newcomer_is_announced_with_its_executor_and_the_pause():

@@ -188,6 +188,16 @@ def test_metrics_are_in_the_text_format_whatever_names_contain() -> None:
     assert [phase for phase, value in phases.items() if value] == ["running"]
 
 
+def test_steps_lost_are_not_known_of_a_function_that_started_again() -> None:
+    change = MembershipChange(WALL, "lost", "rank 1", "killed", 2, 1, pause_s=1.5, restarted=True)
+    found = document(model(), 1.0, [], [change])
+    assert (found["events"]["steps_lost"], found["events"]["restarts"]) == (None, 1)
+    assert "no elastic loop" in found["events"]["rows"][0]["text"]
+    metrics = read(metrics_text(found))
+    assert "spark_elastic_steps_lost_total" not in metrics
+    assert list(metrics["spark_elastic_restarts_total"].samples.values()) == [1]
+
+
 def test_metrics_of_a_job_that_has_not_started_leave_out_what_is_not_known() -> None:
     found = read(metrics_text(document(model(), 0.0, totals=Totals("created", 0, 0, 0, 0, 0, None))))
     assert "spark_elastic_steps" not in found

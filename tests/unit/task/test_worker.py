@@ -68,7 +68,7 @@ def test_collective_failing_after_a_loop_has_the_function_called_again(loops):
     assert calls == [1, 1, 1]
 
 
-def test_collective_failing_before_any_loop_has_ended_restarts_the_process(loops):
+def test_collective_failing_before_any_loop_has_ended_restarts_the_process(loops, capsys):
     link = Link()
 
     def function():
@@ -78,6 +78,7 @@ def test_collective_failing_before_any_loop_has_ended_restarts_the_process(loops
     with pytest.raises(Exited, match=str(main.EXIT_ABANDONED)):
         main._run(link, function)
     assert link.reasons
+    assert capsys.readouterr().err == ""  # a loss is no error of the function: no traceback
 
 
 def test_function_failing_again_without_joining_a_world_is_not_called_for_ever(loops):
