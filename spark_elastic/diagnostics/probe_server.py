@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_elastic import clock, errors
+from spark_elastic import clock, errors, redaction
 from spark_elastic.data import store
 from spark_elastic.diagnostics import probe
 from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport, start_thread
@@ -22,7 +22,7 @@ from spark_elastic.task import executor_process
 from spark_elastic.wire import framing, interfaces, ports
 from spark_elastic.wire.ports import ANY, Ports, listen
 
-SHIPPED = (errors, framing, interfaces, ports, store, executor_process, probe)
+SHIPPED = (redaction, errors, framing, interfaces, ports, store, executor_process, probe)
 """Modules whose sources travel with the tasks; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
 Question = tuple[str, dict[str, Any]]

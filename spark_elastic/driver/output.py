@@ -17,6 +17,7 @@ from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.progress import ProgressModel, wrapped
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
@@ -81,7 +82,7 @@ class OutputFiles:
             except Exception as error:  # each storage raises other errors, and none of them must end the job
                 if not self._failed:
                     self._failed = True
-                    log.warning("what workers print cannot be written to %s: %s", self._store.url, error)
+                    log.warning("what workers print cannot be written to %s: %s", self._store.url, redacted(error))
 
     def _write(self, file: File, text: str) -> None:
         who, stream = file

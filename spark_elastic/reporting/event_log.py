@@ -25,6 +25,7 @@ from spark_elastic.membership.reasons import (
     wait_on_bar,
 )
 from spark_elastic.membership.topology import BEGINNING, Place, SlotId, StateVersion, WorkerId, World
+from spark_elastic.redaction import redacted
 
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
 NO_EXECUTOR = ("driver", "local-")
@@ -56,6 +57,9 @@ class MembershipChange:
     lasted_s: float | None = None  # the length of a wait that is over
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
     unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", redacted(self.reason))  # an error of the user's own may name an address
 
     def __str__(self) -> str:
         cause = f" ({self.reason})" if self.reason else ""
