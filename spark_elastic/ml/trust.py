@@ -4,8 +4,8 @@ The caller of a loader grants trust. Where no argument can be passed to the load
 grants it by the environment variable `SPARK_ELASTIC_TRUST` of the loading process: folders, separated by commas, or the
 word `all`.
 
-The restricted loaders are safe from some version on only: before, a file could run code in spite of
-`weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With older versions nothing is loaded without trust.
+The restricted loaders are safe from some version on only: before, a file could run code, or read other files, in spite
+of `weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With older versions nothing is loaded without trust.
 """
 
 from __future__ import annotations
@@ -65,26 +65,33 @@ class SafeFrom:
 
     Attributes:
         flaws: Known vulnerabilities of older versions.
+        flawed: Newer versions that have them too.
     """
 
     package: str
     version: tuple[int, ...]
     flaws: str
+    flawed: tuple[str, ...] = ()
 
     def check(self, installed: str) -> None:
-        """Raise `CheckpointError`, naming both versions, if the version is older and files are not trusted."""
-        if is_trusted() or _numbers(installed) >= self.version:
+        """Raise `CheckpointError`, naming both versions, if the version is not safe and files are not trusted."""
+        if is_trusted() or (_numbers(installed) >= self.version and installed not in self.flawed):
             return
         oldest = ".".join(map(str, self.version))
         raise CheckpointError(
-            f"{self.package} {installed} is installed, whose restricted loader can be made to run code by the file "
-            f"({self.flaws}), so it loads only trusted files: pip install "
-            f"'{self.package}>={oldest}'. {TRUST}"
+            f"{self.package} {installed} is installed, whose restricted loader can be made to run code, or to read "
+            f"other files, by the file ({self.flaws}), so it loads only trusted files: pip install "
+            f"'{','.join([f'{self.package}>={oldest}', *(f'!={each}' for each in self.flawed)])}'. {TRUST}"
         )
 
 
 TORCH = SafeFrom("torch", (2, 6), "CVE-2025-32434")
-KERAS = SafeFrom("keras", (3, 11, 3), "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906")
+KERAS = SafeFrom(
+    "keras",
+    (3, 12, 1),
+    "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906, CVE-2025-12058, CVE-2026-1669",
+    ("3.13.0", "3.13.1"),
+)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
