@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from spark_elastic.errors import CheckpointError
 
@@ -48,15 +50,39 @@ def is_trusted() -> bool:
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
     """Return whether the deployment trusts the files at this path.
 
-    `qualified` makes a full URI of a path, without "..", so that "/models" and "file:///models" are equal.
+    `qualified` makes a full URI of a path, so that "/models" and "file:///models" are equal.
     """
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:
         return True
     if not named:
         return False
-    place = qualified(path).rstrip("/") + "/"
-    return any(place.startswith(qualified(folder).rstrip("/") + "/") for folder in named)
+    places = [_components(each) for each in _readings(qualified(path))]
+    folders = [_components(qualified(folder)) for folder in named]
+    return any(all(place[: len(folder)] == folder for place in places) for folder in folders)
+
+
+def _readings(url: str) -> set[str]:
+    """Return a URI as each filesystem may read it: with `%2e` decoded or not, up to a "?" or with it."""
+    found = {url}
+    while (decoded := unquote(url)) != url:
+        url = decoded
+        found.add(url)
+    return found | {re.split(r"[?#]", each, maxsplit=1)[0] for each in found}
+
+
+def _components(url: str) -> tuple[str, ...]:
+    """Return scheme, authority and the folders of a path, without "." and ".."; of this machine also without links."""
+    scheme, colon, rest = url.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        scheme, rest = "file", url
+    authority = ""
+    if rest.startswith("//"):
+        authority, _, rest = rest[2:].partition("/")
+    path = posixpath.normpath(f"/{rest.lstrip('/')}")
+    if scheme.lower() == "file":
+        path = os.path.realpath(path)
+    return (scheme.lower(), authority, *path.strip("/").split("/"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,8 @@ def _check_hdf5(file: Any, name: str) -> None:
                     elif isinstance(value, h5py.Dataset) and (value.external or value.is_virtual):
                         kind = "virtual" if value.is_virtual else "external"
                         raise CheckpointError(f"{name} has {kind} storage at {value.name:.80}: refused")
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{name} is not a file of weights: {error}") from error
 

@@ -97,7 +97,7 @@ def changes(folder: Path) -> dict[str, Callable[[Any], None]]:
 def test_archive_whose_weights_are_in_other_files_is_refused(name: str, tmp_path: Path) -> None:
     archive = with_weights(serialization.model_to_archive(small_model()), changes(tmp_path)[name])
     for safe in (True, False):
-        with pytest.raises(CheckpointError, match=r"model\.weights\.h5 has .*: refused"):
+        with pytest.raises(CheckpointError, match=r"^model\.weights\.h5 has .*: refused"):
             serialization.model_from_archive(archive, safe=safe)
 
 
