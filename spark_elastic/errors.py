@@ -491,5 +491,6 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the known name most like `name`, for "did you mean"; None if none is similar."""
     import difflib
 
-    matches = difflib.get_close_matches(name, known, n=1)
-    return matches[0] if matches else None
+    folded = {each.casefold(): each for each in known}  # "EPOCHS" means "epochs"
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else None

@@ -179,7 +179,7 @@ class ElasticEstimator(
         try:
             fitted: M | list[M] = super().fit(dataset, params)
             return fitted
-        except SparkElasticError as error:
+        except (SparkElasticError, KeyboardInterrupt) as error:
             if self._given("verbose") > 1:
                 raise
             # the caller's frames are followed by none of this package's
