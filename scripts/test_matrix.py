@@ -74,7 +74,7 @@ OLDEST: dict[str, str | None] = {
     "torch": "2.6.0",
     "tensorflow-cpu": "2.16.1",
     "tensorboard": None,  # the one of that TensorFlow
-    "keras": "3.11.3",
+    "keras": "3.12.1",
     "numpy": "1.24.0",
     "pandas": "2.0.0",
     "pyarrow": "15.0.0",

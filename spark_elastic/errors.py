@@ -5,8 +5,8 @@
 - `ProtocolError`: a peer broke the wire protocol.
 - `HorovodInternalError` and `HostsUpdatedInterrupt`: signals inside a worker, which `elastic.run` handles.
 
-All of them survive a pickle round trip, so they can travel from an executor to the driver. Standard library only: the
-doctor sends this source to executors that may lack the package.
+All of them survive a pickle round trip, so they can travel from an executor to the driver. Standard library and
+`redaction` only: the doctor sends this source to executors that may lack the package.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from spark_elastic.redaction import redacted
+
 
 class SparkElasticError(Exception):
     """Base of every error of this package.
 
     A subclass with numbers takes them as keyword arguments and builds its message from them. They are also attributes,
-    and pickling restores both.
+    and pickling restores both. Credentials in the message are redacted.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = redacted(message)
+        super().__init__(self.message)
         self._fields = fields
         for name, value in fields.items():
             setattr(self, name, value)
@@ -497,5 +499,6 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the known name most like `name`, for "did you mean"; None if none is similar."""
     import difflib
 
-    matches = difflib.get_close_matches(name, known, n=1)
-    return matches[0] if matches else None
+    folded = {each.casefold(): each for each in known}  # "EPOCHS" means "epochs"
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else None

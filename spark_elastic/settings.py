@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import numbers
 import operator
+import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,12 @@ def count(doc: str, at_least: int, unit: str = "workers", horovod_name: str = ""
 def seconds(doc: str) -> Setting:
     """Declare a positive number of seconds."""
     return Setting(doc, _seconds, "seconds", True)
+
+
+def meant_device(value: object) -> str | None:
+    """Return torch's name for a device that has another name elsewhere, or is written in capitals; None if unknown."""
+    found = re.fullmatch(r"(auto|cpu)|(?:gpu|cuda|nvidia)(?::?(\d+))?", str(value).strip().lower())
+    return None if found is None else found[1] or ("cuda" if found[2] is None else f"cuda:{found[2]}")
 
 
 def whole_number(name: str, value: Any, at_least: int) -> int:

@@ -33,6 +33,7 @@ from spark_elastic.clock import wall
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
 from spark_elastic.data.store import FileEntry, Store
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.redaction import redacted
 
 DATASETS = "spark_elastic-sets"
 LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
@@ -91,7 +92,7 @@ def leased(folder: Store) -> Iterator[None]:
             try:
                 renew()
             except Exception as error:  # the lease is still valid for three more tries
-                _log.warning("the lease on %s could not be renewed: %s", folder.url, error)
+                _log.warning("the lease on %s could not be renewed: %s", folder.url, redacted(error))
 
     renew()
     thread = threading.Thread(target=keep_renewing, name="spark_elastic lease", daemon=True)
@@ -226,7 +227,7 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
                     delete_dataset(each.folder)
                     deleted.append(each.folder.url)
             except Exception as error:  # each filesystem has its own exceptions
-                _log.warning("the dataset in %s could not be deleted: %s", each.folder.url, error)
+                _log.warning("the dataset in %s could not be deleted: %s", each.folder.url, redacted(error))
             stores[parent] -= nbytes
             _temporary.pop(each.folder.url, None)
     if deleted:
@@ -260,7 +261,7 @@ def delete_temporary() -> None:
             if not folder.exists("keep") and not is_leased(folder, wall()):
                 delete_dataset(folder)
         except Exception as error:  # each filesystem has its own exceptions, and at exit some are closed already
-            _log.warning("the dataset in %s could not be deleted: %s", url, error)
+            _log.warning("the dataset in %s could not be deleted: %s", url, redacted(error))
 
 
 def delete_dataset(folder: Store) -> None:

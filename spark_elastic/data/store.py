@@ -18,12 +18,13 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from spark_elastic.errors import StoreError
+from spark_elastic.redaction import redacted
 
 PROBE = "probe-"  # starts the name of the folder that `ensure_shared` makes in a store for a moment
 _PART = 1 << 20
@@ -51,14 +52,20 @@ class Store:
     """A folder. Make one with `create`, or with `sub` of another.
 
     Attributes:
-        url: Its name in messages; `create(url, storage_options)` opens it again.
+        url: Its name in messages, without credentials.
         root: The folder's path within the filesystem, without a slash at its end.
         filesystem: A filesystem of pyarrow. None: this machine's own.
+        address: `create(address, storage_options)` opens it again. It has the credentials that it was given with.
     """
 
     url: str
     root: str
     filesystem: Any = None
+    address: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.address or self.url)
+        object.__setattr__(self, "url", self.url if self.filesystem is None else redacted(self.url))
 
     @classmethod
     def create(cls, where: str | Path | Store | None, storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -127,7 +134,7 @@ class Store:
         raise StoreError(
             f"nothing here can open {uri!r}: {'; '.join(reasons)}. Install the fsspec package for {scheme}://, or use "
             "a path that all machines mount",
-            url=uri,
+            url=redacted(uri),
         )
 
     @property
@@ -143,7 +150,7 @@ class Store:
 
     def sub(self, path: str) -> Store:
         """Return the subfolder `path`."""
-        return Store(f"{self.url.rstrip('/')}/{path.strip('/')}", self._at(path), self.filesystem)
+        return Store(f"{self.address.rstrip('/')}/{path.strip('/')}", self._at(path), self.filesystem)
 
     def read_bytes(self, path: str) -> bytes:
         if self.filesystem is None:

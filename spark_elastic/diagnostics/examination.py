@@ -209,5 +209,5 @@ class Examination:
             says = f"no store was named, and {len(machines)} machines do not share their temporary folders"
             fix = "name one here and in estimators, store=...: a mounted folder, s3://, gs://, abfss://, hdfs://, dbfs:"
             return Finding("storage", WARNING, says, fix)
-        url = str(store.local_path()) if store.is_local else store.url
+        url = str(store.local_path()) if store.is_local else store.address
         return between_machines.check_storage(server, probes, url, self.storage_options, self._left(20.0))

@@ -13,18 +13,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_elastic import clock, errors
+from spark_elastic import clock, errors, redaction
 from spark_elastic.data import store
 from spark_elastic.diagnostics import probe
 from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport, start_thread
+from spark_elastic.driver.admission import IDLE_S, OUT_OF_RESOURCES
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.task import executor_process
 from spark_elastic.wire import framing, interfaces, ports
 from spark_elastic.wire.ports import ANY, Ports, listen
 
-SHIPPED = (errors, framing, interfaces, ports, store, executor_process, probe)
+SHIPPED = (redaction, errors, framing, interfaces, ports, store, executor_process, probe)
 """Modules whose sources travel with the tasks; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 64
+"""Connections whose handshake runs at a time; others wait in the listening socket's queue."""
 Question = tuple[str, dict[str, Any]]
 
 
@@ -93,6 +96,8 @@ class ProbeServer:
         self._changed = threading.Condition()
         self._probes: dict[int, ConnectedProbe] = {}
         self._closed = False
+        self._greeting: dict[socket.socket, float] = {}
+        """Connections in their handshake and when they were accepted; the oldest first."""
         self._listener = listen(bind, ports, "driver_port", backlog=256)
         self.port: int = self._listener.getsockname()[1]
         start_thread(self._accept)
@@ -140,9 +145,32 @@ class ProbeServer:
             each.connection.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                start_thread(self._greet, self._listener.accept()[0])
+        while not self._closed:
+            self._make_room()
+            try:
+                sock = self._listener.accept()[0]
+            except OSError as error:
+                if error.errno not in OUT_OF_RESOURCES:
+                    return
+                with self._changed:
+                    self._changed.wait(IDLE_S)
+                continue
+            with self._changed:
+                self._greeting[sock] = clock.monotonic()
+            start_thread(self._greet, sock)
+
+    def _make_room(self) -> None:
+        """Wait until there is room for one more handshake. Ends the oldest one if it has taken longer than `IDLE_S`."""
+        with self._changed:
+            while len(self._greeting) >= MAX_HANDSHAKES and not self._closed:
+                oldest, since = next(iter(self._greeting.items()))
+                left = since + IDLE_S - clock.monotonic()
+                if left <= 0:
+                    del self._greeting[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+                else:
+                    self._changed.wait(left)
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -151,6 +179,10 @@ class ProbeServer:
         except (OSError, ProtocolError, ValueError):
             sock.close()
             return
+        finally:
+            with self._changed:
+                self._greeting.pop(sock, None)
+                self._changed.notify_all()
         with self._changed:
             if self._closed:
                 connection.close()

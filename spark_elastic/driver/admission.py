@@ -32,7 +32,7 @@ _BACKLOG = 4096
 """Connections that the kernel may keep until they are accepted; the others try again after a second or more."""
 _AT_ONCE = 32
 """Connections that are accepted before the event loop serves other sockets again."""
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_handshakes(workers: int) -> int:
@@ -123,7 +123,7 @@ class Admission:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _OUT_OF_RESOURCES:
+                if error.errno not in OUT_OF_RESOURCES:
                     raise
                 self._shed(error)
                 return

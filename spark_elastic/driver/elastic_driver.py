@@ -36,6 +36,7 @@ from spark_elastic.membership.reasons import LossCause, LossKind, Wait, loss_in_
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
 from spark_elastic.membership.topology import SlotId, WorkerId
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import Document, StatusModel, Totals, WorkerStatus
@@ -450,7 +451,7 @@ class ElasticDriver:
 
     def _announce_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
+        self._announcer.announce(JobEnded(clock.monotonic(), "failed", redacted(error) or type(error).__name__))
 
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.progress import ProgressModel, wrapped
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
@@ -25,9 +28,30 @@ from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-MAX_WAITING_BYTES = 16 * 2**20
+FLUSH_BYTES = 4 * 2**20
+"""Lines of this size are written before `FLUSH_S` have passed."""
+MAX_WAITING_BYTES = 64 * 2**20
 """The limit for lines that are not written yet. Further lines are dropped, and the file says how many."""
 CLOSE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """Lines that were dropped because their target was too slow."""
+
+    lines: int = 0
+    nbytes: int = 0
+
+    def add(self, text: str) -> None:
+        self.lines += 1
+        self.nbytes += len(text)
+
+    def said(self, target: str) -> str:
+        """Return the line about them, and forget them."""
+        dropped = f"{self.lines} lines ({self.nbytes / 1e6:.1f} MB) were dropped"
+        self.lines = self.nbytes = 0
+        return f"spark_elastic: {dropped}: they came faster than {target} took them"
+
 
 File = tuple[str, str]
 """The process (its rank, or "slot 3" if it has none) and the stream."""
@@ -44,44 +68,52 @@ class OutputFiles:
         self._lock = threading.Lock()
         self._waiting: dict[File, list[str]] = {}
         self._bytes = 0
-        self._dropped = 0
+        self._dropped: dict[File, _Dropped] = {}
         self._parts: dict[File, int] = {}
         self._failed = False
-        self._over = threading.Event()
+        self._over = False
+        self._due = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark_elastic-output-files", daemon=True)
         self._thread.start()
 
     def take(self, who: str, stream: str, text: str) -> None:
         """Add a line of a process; `who` is its rank, or "slot 3" before it has one. Never blocks."""
         with self._lock:
-            if self._bytes > MAX_WAITING_BYTES:
-                self._dropped += 1
+            file, size = (who, stream), sys.getsizeof(text)
+            if self._bytes + size > MAX_WAITING_BYTES:
+                self._dropped.setdefault(file, _Dropped()).add(text)
                 return
-            self._bytes += len(text)
-            self._waiting.setdefault((who, stream), []).append(text)
+            self._bytes += size
+            self._waiting.setdefault(file, []).append(text)
+        if self._bytes >= FLUSH_BYTES:
+            self._due.set()
 
     def close(self) -> None:
-        self._over.set()
+        self._over = True
+        self._due.set()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while not self._over.wait(FLUSH_S):
+        over = False
+        while not over:
+            self._due.wait(FLUSH_S)
+            self._due.clear()
+            over = self._over
             self._flush()
-        self._flush()
 
     def _flush(self) -> None:
         with self._lock:
             waiting, self._waiting, self._bytes = self._waiting, {}, 0
-            dropped, self._dropped = self._dropped, 0
-        if dropped and waiting:
-            next(iter(waiting.values())).append(f"spark_elastic: {dropped} lines were dropped, the store is too slow")
+            dropped, self._dropped = self._dropped, {}
+        for file, each in dropped.items():
+            waiting.setdefault(file, []).append(each.said(self._store.url))
         for file, lines in waiting.items():
             try:
                 self._write(file, "\n".join([*lines, ""]))
             except Exception as error:  # each storage raises other errors, and none of them must end the job
                 if not self._failed:
                     self._failed = True
-                    log.warning("what workers print cannot be written to %s: %s", self._store.url, error)
+                    log.warning("what workers print cannot be written to %s: %s", self._store.url, redacted(error))
 
     def _write(self, file: File, text: str) -> None:
         who, stream = file
@@ -101,16 +133,33 @@ class OutputFiles:
 
 # --- the terminal or notebook -----------------------------------------------------------------------
 
-MAX_QUEUED_LINES = 20_000
-"""The limit for lines that are not printed yet. Further lines are dropped and counted, because a blocked terminal must
+MAX_QUEUED_LINES, MAX_QUEUED_BYTES = 20_000, 16 * 2**20
+"""The limits for lines that are not printed yet. Further lines are dropped and counted, because a blocked terminal must
 not fill the driver's memory."""
 MAX_LINES_AT_ONCE = 200
 """The most lines that are printed before the bar is drawn again."""
 LOOK_S = 0.25
 """Seconds between two drawings of the bar."""
 
+_ESCAPES = re.compile(
+    "\x1b[\\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\\\)?"  # titles, links, strings for the terminal
+    "|(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor
+    "|\x1b[ -/]*[0-~]?"
+    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+
 Line = tuple[str, str]
 """The stream and the text."""
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey: escape sequences and control characters."""
+    return text if text.isprintable() else _ESCAPES.sub("", text)
+
+
+def last_state(line: str) -> str:
+    """Return what a terminal shows of a line that was overwritten after carriage returns, as progress bars do."""
+    return next((each for each in reversed(line.split("\r")) if each.strip()), "") if "\r" in line else line
 
 
 class OutputPrinter:
@@ -134,8 +183,11 @@ class OutputPrinter:
         self._progress = progress
         self._copy = copy
         self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
-        self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
-        self._dropped = 0
+        self._queue: queue.Queue[Line | None] = queue.Queue()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        """For `_bytes`, those of the queue, and `_dropped`."""
+        self._dropped = _Dropped()
         self._failed: set[str] = set()
         """The streams, and the bar, that could not be written so far. Each is reported once."""
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
@@ -143,10 +195,13 @@ class OutputPrinter:
 
     def line(self, text: str, stream: str = "stderr") -> None:
         """Queue one line. May be called from any thread; never blocks."""
-        try:
-            self._queue.put_nowait((stream, text))
-        except queue.Full:
-            self._dropped += 1
+        size = sys.getsizeof(text)
+        with self._lock:
+            if self._bytes + size > MAX_QUEUED_BYTES or self._queue.qsize() >= MAX_QUEUED_LINES:
+                self._dropped.add(text)
+                return
+            self._bytes += size
+            self._queue.put((stream, text))
 
     def say(self, text: str) -> None:
         """Queue a line about the job; a long one as several lines."""
@@ -168,18 +223,15 @@ class OutputPrinter:
             shown: Those of them to print. Default: all.
         """
         for text in lines if shown is None else shown:
-            self.line(f"[{who}]<{stream}>:{text}", stream)
+            self.line(f"[{who}]<{stream}>:{last_state(text)}", stream)
         for text in lines:
             if self._copy is not None:
                 self._copy(who, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Print the queued lines, remove the bar and end the thread."""
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            return  # the terminal is blocked; the thread is a daemon and holds no resources
-        self._thread.join(timeout_s)
+        self._queue.put(None)
+        self._thread.join(timeout_s)  # if the terminal is blocked, the thread is left: a daemon without resources
 
     def _print(self) -> None:
         drawn = 0.0
@@ -206,14 +258,18 @@ class OutputPrinter:
     def _next_lines(self) -> tuple[list[Line], bool]:
         """Wait for lines. Returns those that are queued, and True if they are the last."""
         lines: list[Line] = []
+        over = False
         try:
             item = self._queue.get(timeout=None if self._progress is None else LOOK_S)
             while item is not None and len(lines) < MAX_LINES_AT_ONCE:
                 lines.append(item)
                 item = self._queue.get_nowait() if len(lines) < MAX_LINES_AT_ONCE else item
-            return lines, item is None
+            over = item is None
         except queue.Empty:
-            return lines, False
+            pass
+        with self._lock:
+            self._bytes -= sum(sys.getsizeof(text) for _, text in lines)
+        return lines, over
 
     def _draw(self, progress: ProgressModel | None, now: float) -> None:
         """Draw the bar; None removes it."""
@@ -239,14 +295,15 @@ class OutputPrinter:
     def _write_lines(self, lines: Iterator[Line]) -> None:
         written: dict[str, TextIO] = {}
         for stream, text in lines:
+            with self._lock:
+                dropped = self._dropped.said("the output") if self._dropped.lines else None
             try:
                 # looked up for each line: notebooks replace sys.stdout from cell to cell
                 target = self._targets[stream] or getattr(sys, stream)
-                target.write(text + "\n")
+                target.write(printable(text) + "\n")
                 written[stream] = target
-                if self._dropped:
-                    target.write(f"spark_elastic: {self._dropped} lines were dropped, the output is too slow\n")
-                    self._dropped = 0
+                if dropped:
+                    target.write(dropped + "\n")
             except Exception as error:  # a closed file, a full disk, a notebook's stream; the next line may succeed
                 self._report_failure(f"lines for {stream}", error)
         if self._queue.empty() or self._screen.live:

@@ -22,6 +22,7 @@ from spark_elastic.data.spark_connect import (
 )
 from spark_elastic.data.spark_python import choose_python
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, NoSparkContextError, NotPicklableError
+from spark_elastic.redaction import redacted
 from spark_elastic.wire.ports import ANY, Ports, valid_ports
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def _how_to_install_java(platform: str) -> str:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
-    lines = str(error).strip().splitlines()
+    lines = redacted(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 

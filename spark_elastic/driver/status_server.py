@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"
 """Environment variable of the driver with a token to use instead of a random one."""
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS, MAX_REFUSALS = 64, 16
+"""Connections that are served at a time, and those beyond that are held until they have their 503."""
 MAX_REQUEST_BYTES = 8192
 REQUEST_S = 5.0
 """Seconds that a request may take to arrive, and its response to be taken."""
@@ -164,6 +165,8 @@ class StatusServer:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._cached: tuple[float, Document] | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._refused: list[asyncio.Event] = []
+        """Of each connection beyond the limit, the oldest first: set, it is answered without its request."""
         self._answered: deque[float] = deque()
         """When readers that wait for news were told that the job runs, and have not asked again."""
         self._closing: asyncio.Event
@@ -206,14 +209,15 @@ class StatusServer:
 
     async def _serve(self) -> None:
         self._closing = asyncio.Event()
-        server = await asyncio.start_server(self._connected, sock=self._listening, limit=MAX_REQUEST_BYTES, backlog=64)
+        self._listening.setblocking(False)
         self._loop = asyncio.get_running_loop()
+        accepting = self._loop.create_task(self._accept())
         self._up.set()
         try:
             await self._closing.wait()
             await self._let_readers_return()
         finally:
-            server.close()
+            accepting.cancel()
             if self._connections:
                 _, late = await asyncio.wait(self._connections, timeout=CLOSE_S)
                 for task in late:
@@ -226,25 +230,57 @@ class StatusServer:
         while clock.monotonic() < until and self._answered and self._answered[-1] > clock.monotonic() - ASKS_AGAIN_S:
             await asyncio.sleep(_LOOK_S)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listening)
+            except OSError:  # the client is gone, or the process has no descriptor left
+                await asyncio.sleep(_LOOK_S)
+                continue
+            displaced = asyncio.Event()
+            full = len(self._connections) - len(self._refused) >= MAX_CONNECTIONS
+            if full:
+                self._refused.append(displaced)
+                if len(self._refused) > MAX_REFUSALS:
+                    self._refused[0].set()
+            self._connections.add(loop.create_task(self._connected(sock, displaced if full else None)))
+            while len(self._connections) > MAX_CONNECTIONS + MAX_REFUSALS:
+                await asyncio.wait(self._connections, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _connected(self, sock: socket.socket, displaced: asyncio.Event | None) -> None:
+        """Serve a connection; refuse it if an event is given, at the latest when that is set."""
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        writer: asyncio.StreamWriter | None = None
         try:
-            full = len(self._connections) > MAX_CONNECTIONS
-            await self._converse(reader, writer, full)
+            reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_REQUEST_BYTES)
+            await self._converse(reader, writer, displaced)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             pass  # the client is gone, or too slow
         except asyncio.CancelledError:
             pass  # the job is over
         finally:
             self._connections.discard(task)
-            writer.transport.abort()  # no effect on a connection that is closed; a slow client loses its response
+            if displaced is not None:
+                self._refused.remove(displaced)
+            if writer is None:
+                sock.close()
+            else:
+                writer.transport.abort()  # no effect if it is closed; a slow client loses its response
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, full: bool) -> None:
+    async def _converse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, displaced: asyncio.Event | None
+    ) -> None:
         with_body = True
         try:
-            if full:
+            if displaced is not None:
+                # a connection that is closed with a request unread is reset, and its client never sees the answer
+                either = [asyncio.ensure_future(each) for each in (reader.readuntil(b"\r\n\r\n"), displaced.wait())]
+                await asyncio.wait(either, timeout=REQUEST_S, return_when=asyncio.FIRST_COMPLETED)
+                for each in either:
+                    each.cancel()
+                await asyncio.gather(*either, return_exceptions=True)
                 raise RefusedRequest(503, f"{MAX_CONNECTIONS} connections are open; try again later", Retry_After="2")
             request = await self._read(reader)
             with_body = request.method != "HEAD"
@@ -344,7 +380,7 @@ def listen_for_pages(host: str, port: int) -> socket.socket:
             if candidate in _OURS:
                 continue
             try:
-                made = socket.create_server((host, candidate), family=family, backlog=64, dualstack_ipv6=host == "::")
+                made = socket.create_server((host, candidate), family=family, backlog=1024, dualstack_ipv6=host == "::")
             except OSError as error:
                 if candidate > port:  # not the one that was asked for
                     continue

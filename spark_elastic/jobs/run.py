@@ -45,7 +45,7 @@ def _takes_arguments_of(make_call: Callable[_P, RunCall]) -> Callable[[Callable[
             given: dict[str, Any] = _current_names(function.__name__, kwargs)
             try:
                 return function(make_call(*args, **given))
-            except SparkElasticError as error:
+            except (SparkElasticError, KeyboardInterrupt) as error:
                 if given.get("verbose") not in (None, 0, 1):
                     raise
                 # the caller's frames are followed by none of this package's

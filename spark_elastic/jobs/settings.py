@@ -14,7 +14,7 @@ from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, check_driver_callbacks
-from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, whole_number
+from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device, whole_number
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
 
@@ -53,7 +53,8 @@ def _ports(name: str, value: Any) -> int | str:
 
 def _device(name: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise InvalidSettingsError(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {value!r}")
+        hint = f"; did you mean {meant!r}?" if (meant := meant_device(value)) else ""
+        raise InvalidSettingsError(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {value!r}{hint}")
     return value
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from spark_elastic.redaction import redacted
 from spark_elastic.settings import TRACKED_RUN
 
 log = logging.getLogger("spark_elastic")
@@ -70,7 +70,7 @@ def tracking_environment() -> dict[str, str]:
             _EXPERIMENT: active.info.experiment_id,
         }
     except Exception as error:  # a tracker must not keep a training from starting
-        log.warning("the workers will not know the active MLflow run: %s: %s", type(error).__name__, error)
+        log.warning("the workers will not know the active MLflow run: %s: %s", type(error).__name__, redacted(error))
         return {}
 
 
@@ -82,13 +82,8 @@ def warn_of_local_store(env: Mapping[str, str]) -> None:
             "the MLflow run that is active here is stored in %s, a file that workers on other machines cannot reach "
             "unless the path is shared: what they log would be lost or raise. MLflowCallback is not affected, because "
             "it logs from the driver; for mlflow calls in workers, use a tracking server (mlflow.set_tracking_uri)",
-            without_password(uri),
+            redacted(uri),
         )
-
-
-def without_password(uri: str) -> str:
-    """Return a tracking URI as it may be shown."""
-    return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1:***@", uri)
 
 
 def _absolute(uri: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.data.manifest import seal, unseal
 from spark_elastic.errors import CheckpointError, RunTakenError
+from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
@@ -333,4 +334,4 @@ class CheckpointWriter:
 
 def first_line(error: Exception) -> str:
     """Return the class and the first line of an error's message, for a message to people."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    return redacted(f"{type(error).__name__}: {error}").partition("\n")[0][:300]

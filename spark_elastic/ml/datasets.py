@@ -20,6 +20,7 @@ from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, TensorField
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
+from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.ml.params import ElasticParams
@@ -115,7 +116,7 @@ def give_back(dataset: Dataset) -> None:
     try:
         catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
     except Exception as error:  # each filesystem has its own errors
-        log.warning("the rows in %s could not be given back: %s", dataset.store.url, error)
+        log.warning("the rows in %s could not be given back: %s", dataset.store.url, redacted(error))
 
 
 def remove_unless_used(dataset: Dataset) -> None:
@@ -124,7 +125,7 @@ def remove_unless_used(dataset: Dataset) -> None:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()
     except Exception as error:  # each filesystem has its own errors
-        log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, error)
+        log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, redacted(error))
 
 
 # --- several fits on one DataFrame, as a CrossValidator does ------------------------------------

@@ -66,6 +66,7 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import STOPPED_ELSEWHERE, CheckpointPlan
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
@@ -191,7 +192,7 @@ class ElasticEstimator(
         try:
             fitted: M | list[M] = super().fit(dataset, params)
             return fitted
-        except SparkElasticError as error:
+        except (SparkElasticError, KeyboardInterrupt) as error:
             if self._given("verbose") > 1:
                 raise
             # the caller's frames are followed by none of this package's
@@ -482,7 +483,7 @@ class ElasticEstimator(
             if not unsaved:
                 raise
             # The model came with the results and not out of the folder, so the folder's owner does not matter.
-            log.warning("the lease on the run %s could not be checked: %s", run.url, error)
+            log.warning("the lease on the run %s could not be checked: %s", run.url, redacted(error))
 
     def _run_job(
         self, training: Any, context: Any, began: float, events: list[Any], session: CallbackSession

@@ -28,9 +28,9 @@ import numpy as np
 from pyspark.ml.param import Param, Params
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError, nearest
+from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
 from spark_elastic.reporting.descriptions import describe_setting
-from spark_elastic.settings import whole_number
+from spark_elastic.settings import meant_device, whole_number
 from spark_elastic.trackers.autologging import reads_settings
 
 # --- converters ---------------------------------------------------------------------------------
@@ -82,6 +82,16 @@ def one_of(*choices: str) -> Converter:
 
 boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
 text = accepting("a name", lambda value: isinstance(value, str) and value, str)
+
+
+def device(name: str, value: Any) -> str:
+    """Convert the name of a device; one that torch has another name for is an error."""
+    given: str = text(name, value)
+    if (meant := meant_device(given)) not in (None, given):
+        raise InvalidSettingsError(f"{name}={given!r} is no device of torch; did you mean {meant!r}?")
+    return given
+
+
 identifier = accepting(
     "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
@@ -313,6 +323,7 @@ def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves out such frames
         cls = type(self)
         if args:
             raise TypeError(f"{cls.__name__} takes its settings as keywords, not as positional arguments")
@@ -321,7 +332,10 @@ def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             if name not in known:
                 raise InvalidSettingsError(unknown_name(cls.__name__, name, known))
         self._input_kwargs = settings
-        return method(self, **settings)  # type: ignore[call-arg]
+        try:
+            return method(self, **settings)  # type: ignore[call-arg]
+        except SparkElasticError as error:
+            raise error.with_traceback(None) from error.__cause__  # the caller's frame is followed by this one alone
 
     return wrapper  # type: ignore[return-value]
 

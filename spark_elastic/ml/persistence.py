@@ -31,13 +31,12 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml.saved_folder import saved_folder
 from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
+from spark_elastic.redaction import without_secrets
 
 log = logging.getLogger("spark_elastic.ml")
 
 FORMAT = 1
 _DATA = "data"
-_SECRETS = ("storage_options",)
-"""Settings that may hold credentials, and are never written to files."""
 _LOCATIONS = ("store",)
 """Settings that name a location, and are saved as its URL."""
 
@@ -132,7 +131,7 @@ class ElasticWriter(MLWriter):
         target = saved_folder(self.sparkSession, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
-        plain, objects = plain_and_objects(self.instance)
+        plain, objects, left_out = plain_and_objects(self.instance)
         beside = self.instance._objects()
         objects.update(beside)
         stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
@@ -145,6 +144,7 @@ class ElasticWriter(MLWriter):
             "objects": sorted(beside),
             "files": sorted(files),
             "facts": self.instance._facts(),
+            "left_out": left_out,
         }
         # Last: without metadata the rest is not taken for a saved stage.
         target.write_metadata(self.instance, {"sparkElastic": about}, plain)
@@ -161,6 +161,7 @@ class _Saved:
         objects: Those of `stored` that are no settings.
         files: The names of all files.
         facts: What `Savable._facts` returned.
+        left_out: The settings, or parts of them, that hold credentials and were not saved.
     """
 
     uid: str
@@ -169,6 +170,7 @@ class _Saved:
     objects: tuple[str, ...]
     files: tuple[str, ...]
     facts: Mapping[str, Any]
+    left_out: tuple[str, ...]
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:
@@ -183,6 +185,7 @@ class _Saved:
             objects=names_in(about, "objects"),
             files=names_in(about, "files"),
             facts=typed(about, "facts", dict),
+            left_out=names_in({"left_out": [], **about}, "left_out"),
         )
 
 
@@ -237,24 +240,39 @@ class ElasticReader(MLReader[T], Generic[T]):
             if not instance.hasParam(name):
                 raise CheckpointError(f"{path} has a setting {name!r:.80}, which this version does not know")
             instance._set(**{name: value})
+        if saved.left_out:
+            log.warning(
+                "%s of the %s in %s may hold credentials and was not saved with it: set it again",
+                ", ".join(saved.left_out),
+                self._cls.__name__,
+                path,
+            )
         with trusted_files(trusted):
             instance._restore(saved.facts, files, {name: values[name] for name in beside})
         return instance  # type: ignore[no-any-return]
 
 
-def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that were set, without secrets: those that JSON can hold, and the others."""
+def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return the settings that were set, without credentials.
+
+    Returns:
+        The settings that JSON can hold; the others; the names of those left out because they may hold credentials.
+    """
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
+    left_out: list[str] = []
     for param, value in instance._paramMap.items():
-        if param.name in _SECRETS:
-            continue
         if param.name == "callbacks":
             value = _without_driver_callbacks(instance, value)
         if param.name in _LOCATIONS and isinstance(value, (os.PathLike, Store)):
-            value = value.url if isinstance(value, Store) else os.fspath(value)
+            value = value.address if isinstance(value, Store) else os.fspath(value)
+        if value is not None:
+            value, names = without_secrets(param.name, value)
+            left_out += names
+            if param.name in names:
+                continue
         (plain if _survives_json(value) else objects)[param.name] = value
-    return plain, objects
+    return plain, objects, left_out
 
 
 def _without_driver_callbacks(instance: Any, given: Any) -> Any:

@@ -26,6 +26,7 @@ from spark_elastic.ml.datasets import SharedDatasets
 from spark_elastic.ml.run_lease import OWNERS, RunLease, held_run
 from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, StorageParams
 from spark_elastic.ml.training.spec import CHECKPOINTS
+from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
@@ -96,14 +97,14 @@ def leased_if_possible(folder: Store) -> Iterator[None]:
     try:
         lease.enter_context(leased(folder))
     except Exception as error:  # each filesystem has its own errors
-        log.info("no lease could be written to %s, so others may remove it: %s", folder.url, error)
+        log.info("no lease could be written to %s, so others may remove it: %s", folder.url, redacted(error))
     try:
         yield
     finally:
         try:
             lease.close()
         except Exception as error:  # it expires by itself, and is no reason to lose what was trained
-            log.info("the lease on %s could not be given back: %s", folder.url, error)
+            log.info("the lease on %s could not be given back: %s", folder.url, redacted(error))
 
 
 @contextlib.contextmanager
@@ -377,7 +378,7 @@ def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
         return f"{value.__qualname__} {digest([_code(code), cells, inner(value.__defaults__), plain])}"
     if hasattr(value, "tolist"):  # the repr of an array leaves out its middle
         return f"{type(value).__qualname__} {digest(repr(value.tolist()))}"
-    text = _ADDRESS.sub("", repr(value))
+    text = redacted(_ADDRESS.sub("", repr(value)))
     attributes = _attributes(value, buffers)
     return f"{text} {inner(attributes)}" if attributes else text
 

@@ -39,6 +39,7 @@ from pathlib import Path
 from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import RunTakenError
+from spark_elastic.redaction import redacted
 
 OWNERS = "owners"
 BEAT_S = 10.0
@@ -217,7 +218,7 @@ class RunLease:
                 self.fence.check()
                 _write(self._run, replace(self._owner, released=True))
             except Exception as error:  # it expires by itself, and this process knows that it is over
-                log.info("the lease on %s could not be given back: %s", self._run.url, error)
+                log.info("the lease on %s could not be given back: %s", self._run.url, redacted(error))
         _live.discard(self._owner.name)
 
     def _keep_beating(self) -> None:
@@ -235,7 +236,7 @@ class RunLease:
                     return
                 log.warning("the run in %s is not there; the training goes on without checkpoints", self._run.url)
             except Exception as error:  # tried again at the next heartbeat
-                log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, error)
+                log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, redacted(error))
 
     def _end(self, error: RunTakenError) -> None:
         with self._lock:

@@ -4,8 +4,8 @@ The caller of a loader grants trust. Where no argument can be passed to the load
 grants it by the environment variable `SPARK_ELASTIC_TRUST` of the loading process: folders, separated by commas, or the
 word `all`.
 
-The restricted loaders are safe from some version on only: before, a file could run code in spite of
-`weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With older versions nothing is loaded without trust.
+The restricted loaders are safe from some version on only: before, a file could run code, or read other files, in spite
+of `weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With older versions nothing is loaded without trust.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from spark_elastic.errors import CheckpointError
 
@@ -48,15 +50,39 @@ def is_trusted() -> bool:
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
     """Return whether the deployment trusts the files at this path.
 
-    `qualified` makes a full URI of a path, without "..", so that "/models" and "file:///models" are equal.
+    `qualified` makes a full URI of a path, so that "/models" and "file:///models" are equal.
     """
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:
         return True
     if not named:
         return False
-    place = qualified(path).rstrip("/") + "/"
-    return any(place.startswith(qualified(folder).rstrip("/") + "/") for folder in named)
+    places = [_components(each) for each in _readings(qualified(path))]
+    folders = [_components(qualified(folder)) for folder in named]
+    return any(all(place[: len(folder)] == folder for place in places) for folder in folders)
+
+
+def _readings(url: str) -> set[str]:
+    """Return a URI as each filesystem may read it: with `%2e` decoded or not, up to a "?" or with it."""
+    found = {url}
+    while (decoded := unquote(url)) != url:
+        url = decoded
+        found.add(url)
+    return found | {re.split(r"[?#]", each, maxsplit=1)[0] for each in found}
+
+
+def _components(url: str) -> tuple[str, ...]:
+    """Return scheme, authority and the folders of a path, without "." and ".."; of this machine also without links."""
+    scheme, colon, rest = url.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        scheme, rest = "file", url
+    authority = ""
+    if rest.startswith("//"):
+        authority, _, rest = rest[2:].partition("/")
+    path = posixpath.normpath(f"/{rest.lstrip('/')}")
+    if scheme.lower() == "file":
+        path = os.path.realpath(path)
+    return (scheme.lower(), authority, *path.strip("/").split("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +91,33 @@ class SafeFrom:
 
     Attributes:
         flaws: Known vulnerabilities of older versions.
+        flawed: Newer versions that have them too.
     """
 
     package: str
     version: tuple[int, ...]
     flaws: str
+    flawed: tuple[str, ...] = ()
 
     def check(self, installed: str) -> None:
-        """Raise `CheckpointError`, naming both versions, if the version is older and files are not trusted."""
-        if is_trusted() or _numbers(installed) >= self.version:
+        """Raise `CheckpointError`, naming both versions, if the version is not safe and files are not trusted."""
+        if is_trusted() or (_numbers(installed) >= self.version and installed not in self.flawed):
             return
         oldest = ".".join(map(str, self.version))
         raise CheckpointError(
-            f"{self.package} {installed} is installed, whose restricted loader can be made to run code by the file "
-            f"({self.flaws}), so it loads only trusted files: pip install "
-            f"'{self.package}>={oldest}'. {TRUST}"
+            f"{self.package} {installed} is installed, whose restricted loader can be made to run code, or to read "
+            f"other files, by the file ({self.flaws}), so it loads only trusted files: pip install "
+            f"'{','.join([f'{self.package}>={oldest}', *(f'!={each}' for each in self.flawed)])}'. {TRUST}"
         )
 
 
 TORCH = SafeFrom("torch", (2, 6), "CVE-2025-32434")
-KERAS = SafeFrom("keras", (3, 11, 3), "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906")
+KERAS = SafeFrom(
+    "keras",
+    (3, 12, 1),
+    "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906, CVE-2025-12058, CVE-2026-1669",
+    ("3.13.0", "3.13.1"),
+)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

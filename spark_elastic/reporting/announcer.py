@@ -57,6 +57,7 @@ class Announcer:
         self._timeline: list[Record] = []
         self._announced = 0  # how many of the log's changes were announced or skipped
         self._paused: list[int] = []  # indices of the changes that were announced before their pause was over
+        self._cancelled = ""  # why the caller wants the job to end
         self.waiting = ""  # what is waited for, in words; empty: nothing
 
     @property
@@ -77,6 +78,8 @@ class Announcer:
     def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
         """Update the changes with an event and the machine's answer to it. Its records come to `announce`."""
         self._log.observe(event, commands, now)
+        if isinstance(event, seen.CancelRequested):
+            self._cancelled = event.why
         if isinstance(event, seen.WorkerAlive) and event.version is not None:
             self._progress.steps(event.version.steps, now)
         if self._status is not None:
@@ -142,7 +145,8 @@ class Announcer:
             if change.kind != "waiting":  # the progress bar shows waits
                 known = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
                 # whoever waits for the job gets the reason as an exception
-                self._line("the job failed" if change.kind == "failed" else str(known))
+                failed = f"the job was cancelled ({self._cancelled})" if self._cancelled else "the job failed"
+                self._line(failed if change.kind == "failed" else str(known))
                 if self._on_change is not None:
                     self._on_change(dataclasses.replace(known, at=known.at + clock.wall() - clock.monotonic()))
             if change.open:

@@ -10,11 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spark_elastic.redaction import ALL_SECRET, MARK, is_secret, redacted
+
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_SECRETS = ("storage_options", "env")
-"""Settings whose values may be credentials; only their names are described."""
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]*:[^/@\s'\"]*(?=@)")
-"""User and password in an address, which are the two keys of an object store."""
 _LONGEST = 6000
 """Characters of a description: the most that MLflow takes as a parameter."""
 
@@ -26,11 +24,9 @@ def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_setting(name: str, value: Any) -> Any:
     """Return a setting's value as a number, a bool or a short text."""
-    if name in _SECRETS and isinstance(value, Mapping):
+    if name in ALL_SECRET and isinstance(value, Mapping):
         return _cut(", ".join(sorted(map(str, value))))
-    if name == "run_options" and isinstance(value, Mapping):
-        return _cut(str({key: describe_setting(key, one) for key, one in value.items()}))
-    return describe(value)
+    return MARK if is_secret(name, value) else describe(value)
 
 
 def describe(value: Any) -> Any:
@@ -44,7 +40,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return _cut(str(value))
     if isinstance(value, Mapping):
-        return _cut(str({key: describe(one) for key, one in value.items()}))
+        return _cut(str({key: describe_setting(str(key), one) for key, one in value.items()}))
     if isinstance(value, (list, tuple, set, frozenset)):
         return _cut(str([describe(one) for one in value]))
     return _cut(_describe_object(value))
@@ -87,5 +83,5 @@ def _name_of(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    text = _IN_ADDRESS.sub("***", text)
+    text = redacted(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

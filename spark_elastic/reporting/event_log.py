@@ -26,6 +26,7 @@ from spark_elastic.membership.reasons import (
     wait_on_bar,
 )
 from spark_elastic.membership.topology import BEGINNING, Place, SlotId, StateVersion, WorkerId, World
+from spark_elastic.redaction import redacted
 
 STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
@@ -60,6 +61,9 @@ class MembershipChange:
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
     restarted: bool = False  # the function was called again from its beginning, because it was in no elastic loop
     unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", redacted(self.reason))  # an error of the user's own may name an address
 
     def __str__(self) -> str:
         cause = f" ({self.reason})" if self.reason else ""

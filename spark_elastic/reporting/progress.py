@@ -225,7 +225,7 @@ def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, flo
 
 def stop_line(ended: int, epochs: int, reason: str) -> str:
     """Return the line about a training that a callback has stopped after `ended` of its epochs."""
-    return wrapped(f"spark_elastic: training was stopped after epoch {ended}/{epochs}: {reason}")
+    return f"spark_elastic: training was stopped after epoch {ended}/{epochs}: {reason}"
 
 
 def number(value: float) -> str:

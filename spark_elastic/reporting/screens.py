@@ -30,8 +30,8 @@ class Screen:
 
     @property
     def columns(self) -> int:
-        """The width of lines about the job: 80, or that of a wider terminal."""
-        return LINE_WIDTH
+        """The width at which lines about the job are broken: a terminal's. Lines in files stay whole."""
+        return sys.maxsize
 
     def show(self, view: View) -> None:
         """Draw the bar, in place of the one that was drawn before."""
@@ -138,6 +138,7 @@ class NotebookScreen(Screen):
 
     live = True
     to_stdout = True
+    columns = LINE_WIDTH
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -15,7 +15,8 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
-from spark_elastic.jobs.tracking import search_run_id, without_password
+from spark_elastic.jobs.tracking import search_run_id
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.trackers import mlflow_models
@@ -213,7 +214,8 @@ class MLflowFit:
                         return
                     if item.name not in self._warned:
                         self._warned.add(item.name)
-                        log.warning("%s could not be logged to MLflow: %s: %s", item.name, type(error).__name__, error)
+                        why = redacted(error)
+                        log.warning("%s could not be logged to MLflow: %s: %s", item.name, type(error).__name__, why)
                     if self.run_id is None:
                         self._is_without_run = True
                         self._queue.clear()
@@ -227,8 +229,8 @@ class MLflowFit:
             log.warning(
                 "the MLflow tracking server %s cannot be reached (%s); the training continues, and what is not logged "
                 "now is logged when the server is back, at the latest at the end of the fit",
-                without_password(uri),
-                why.replace(uri, without_password(uri)),
+                redacted(uri),
+                redacted(why),
             )
 
     # --- calls of MLflow --------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class MLflowFit:
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        self._client.log_batch(self.run_id, tags=[RunTag(name, value[:5000]) for name, value in tags.items()])
+        self._client.log_batch(self.run_id, tags=[RunTag(name, redacted(value)[:5000]) for name, value in tags.items()])
 
     def _log_metrics(self, values: Mapping[str, float], step: int, at: float) -> None:
         from mlflow.entities import Metric

@@ -13,6 +13,7 @@ PACKAGE = "spark_elastic"
 
 FLOORS: tuple[str, ...] = (
     "moved",
+    "redaction",
     "errors",
     "clock",
     "settings",

@@ -23,6 +23,7 @@ from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
 from spark_elastic.ml.keras.serialization import (
     archive_config,
+    check_names_no_files,
     config_of,
     custom_names,
     model_from_archive,
@@ -144,5 +145,6 @@ def _read(node: Any, archive: zipfile.ZipFile) -> Any:
         vars(made).update(_read(attributes, archive))
         return made
     if kind == "keras":
+        check_names_no_files(value)
         return keras.saving.deserialize_keras_object(value, safe_mode=True)
     raise CheckpointError(f"the file holds {kind!r}, which this version does not know")

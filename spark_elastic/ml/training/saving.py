@@ -18,6 +18,7 @@ from spark_elastic.ml.run_lease import RunMissingError
 from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView, notify
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
+from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
@@ -298,7 +299,7 @@ class ResultWriter:
         except (RunTakenError, RunMissingError):
             raise
         except Exception as error:  # each kind of storage has its own: a storage that fails reads refuses writes, too
-            log.info("the lease on the run %s could not be checked: %s", self._store.url, error)
+            log.info("the lease on the run %s could not be checked: %s", self._store.url, redacted(error))
 
 
 def _in_words(seconds: float) -> str:

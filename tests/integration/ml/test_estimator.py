@@ -124,7 +124,7 @@ def test_a_train_validation_split_gives_its_best_model(digits: Any) -> None:
     assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9
 
 
-def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_path: Path) -> None:
+def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_path: Path, caplog: Any) -> None:
     net = digit_net()
     optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1)
     estimator = HereEstimator(**digit_settings(model=net, optimizer=optimizer, epochs=2))
@@ -134,12 +134,17 @@ def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_pat
     loaded = Pipeline.load(path).getStages()[0]  # layers and an optimizer of torch need no trust
     assert {p.name: loaded.isSet(p) for p in loaded.params} == {p.name: estimator.isSet(p) for p in estimator.params}
     assert weights_of(loaded.fit(df)) == weights_of(estimator.fit(df))
-    own = HereEstimator(**digit_settings(model=net, optimizer=adam))
+    secret, store = "hunter" + "2", Store("s3://AKIA:hunter2@bucket", "bucket", filesystem=object())
+    options = {"env": {"TOKEN": secret}, "output_dir": f"https://{secret}@host", "start_timeout": 60.0}
+    own = HereEstimator(**digit_settings(model=net, optimizer=adam, store=store, run_options=options))
     own.write().overwrite().save(path)
+    assert not [each for each in Path(path).rglob("*") if each.is_file() and secret.encode() in each.read_bytes()]
     with pytest.raises(CheckpointError, match=r"optimizer in .* can only be loaded by running code"):
         HereEstimator.load(path)
-    with trusted_files():
-        assert HereEstimator.load(path).getOptimizer() is adam
+    with trusted_files(), caplog.at_level("WARNING", logger="spark_elastic.ml"):
+        assert (again := HereEstimator.load(path)).getOptimizer() is adam
+    assert (again.getRunOptions(), again.getStore()) == ({"start_timeout": 60.0}, None)
+    assert "store, run_options['env'], run_options['output_dir'] of the HereEstimator" in caplog.text
 
 
 def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: Any) -> None:

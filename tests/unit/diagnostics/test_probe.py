@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 
 from spark_elastic.diagnostics.probe import JsonConnection
-from spark_elastic.diagnostics.probe_server import SHIPPED, ProbeServer, probe_task
+from spark_elastic.diagnostics.probe_server import MAX_HANDSHAKES, SHIPPED, ProbeServer, probe_task
 from spark_elastic.errors import AuthenticationError, ProtocolError
 
 KEY = b"k" * 32
@@ -92,6 +92,24 @@ def test_stranger_at_the_doctors_port_is_not_taken_for_a_probe():
                 pass
         assert server.probes == []
     finally:
+        server.close()
+
+
+def test_idle_strangers_at_the_doctors_port_cost_few_threads_and_probes_get_in():
+    threads = threading.active_count()
+    server = ProbeServer("127.0.0.1", KEY)
+    held = []
+    try:
+        for _ in range(200):
+            held.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as mine:
+            probe = JsonConnection(mine, KEY, server=False, timeout_s=20)
+            probe.send({"number": 3}, 5)
+            assert server.wait_for(1, 20, threading.Event()) == 1
+            assert threading.active_count() - threads <= MAX_HANDSHAKES + 4
+    finally:
+        for each in held:
+            each.close()
         server.close()
 
 

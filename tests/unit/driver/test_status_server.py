@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.membership.timeline import JobEnded
 from spark_elastic.reporting.job_status import StatusModel, Totals
 from spark_elastic.settings import ElasticSettings
+from tests.integration.processes import wait_until
 from tests.leftovers import Before
 from tests.unit.reporting.exposition import read
 
@@ -157,6 +159,24 @@ def test_connections_beyond_the_limit_are_refused(server: StatusServer, monkeypa
     until = time.monotonic() + 10
     while ask(server, "/status.json", **BEARER)[0] == 503 and time.monotonic() < until:
         time.sleep(0.01)
+    assert ask(server, "/status.json", **BEARER)[0] == 200
+
+
+def test_idle_connections_cost_few_descriptors_and_a_request_gets_its_503(server: StatusServer) -> None:
+    most = status_server.MAX_CONNECTIONS + status_server.MAX_REFUSALS
+    before = len(os.listdir("/proc/self/fd"))
+    held = []
+    try:
+        for _ in range(400):
+            held.append(socket.create_connection(("127.0.0.1", port_of(server)), timeout=20))
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) - before - len(held) <= most, 20, "descriptors are closed")
+        assert ask(server, "/status.json", **BEARER)[0] == 503
+        displaced = held[status_server.MAX_CONNECTIONS]
+        assert displaced.recv(100).startswith(b"HTTP/1.1 503"), "and no reset"
+    finally:
+        for each in held:
+            each.close()
+    wait_until(lambda: not server._connections, 20, "connections are closed")
     assert ask(server, "/status.json", **BEARER)[0] == 200
 
 

@@ -58,6 +58,8 @@ def test_positional_settings_are_refused() -> None:
         ("featuresCol", "here it is 'feature_cols'"),
         ("random_seed", "here it is 'seed'"),
         ("batch_sise", "did you mean 'batch_size'"),
+        ("EPOCHS", "did you mean 'epochs'"),
+        ("Seed", "did you mean 'seed'"),
         ("zzz", "it has accumulation_steps, allow_nan_loss, batch_size"),
     ],
 )
@@ -92,6 +94,10 @@ def test_unknown_name_is_reported_with_the_right_one(name: str, hint: str) -> No
         ({"loss_weights": ["a"]}, r"loss_weights\[0\] must be a number"),
         ({"transformation_fn": 3}, "transformation_fn must be a function"),
         ({"run_options": {"start_timout": 3}}, "did you mean 'start_timeout'"),
+        ({"run_options": {"START_TIMEOUT": 3}}, "did you mean 'start_timeout'"),
+        ({"device": "gpu"}, "did you mean 'cuda'"),
+        ({"device": "GPU:1"}, "did you mean 'cuda:1'"),
+        ({"transform_device": "CUDA"}, "did you mean 'cuda'"),
         ({"data_options": {"batch": 3}}, "data_options takes no 'batch'"),
         ({"output_type": "list"}, "'array', 'vector'"),
         ({"prediction": "softmax"}, "'argmax', 'value'"),
@@ -163,3 +169,16 @@ def test_set_params_sets_several_at_once_and_checks_them_together() -> None:
         estimator.setParams(epoch=8)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         estimator.setParams(8)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("settings", [{"epochs": -1}, {"epoch": 1}, {"batch_size": 4, "per_worker_batch_size": 2}])
+def test_error_of_a_constructor_shows_one_frame_of_this_package(settings: dict[str, Any]) -> None:
+    for call in (ElasticTorchEstimator, ElasticTorchEstimator().setParams):
+        with pytest.raises(InvalidSettingsError) as caught:
+            call(**settings)
+        assert [each.path.name for each in caught.traceback[1:]] == ["params.py"]
+
+
+def test_devices_of_torch_are_accepted() -> None:
+    for name in ("auto", "cpu", "cuda", "cuda:1", "mps"):
+        assert ElasticTorchEstimator(device=name).getDevice() == name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from spark_elastic.ml.trust import TRUST_VARIABLE, granted
 
 def qualified(path: str) -> str:
     """As Hadoop's Path does."""
-    scheme, _, rest = path.rpartition("://")
-    return f"{scheme or 'file'}:{posixpath.normpath(rest)}"
+    scheme, slashes, rest = path.rpartition("://")
+    return f"{scheme or 'file'}:{slashes[1:]}{posixpath.normpath(rest)}"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,22 @@ def qualified(path: str) -> str:
         ("/others, /models", "/models/a", True),
         ("1", "/models/a", False),
         ("ALL", "/models/a", False),
+        ("/models", "/models/./b//a", True),
+        ("/models", "/models/%2e%2e/others", False),
+        ("/models", "/others/%2e%2e/models/a", False),
+        ("s3://b/models", "s3://b/models/a", True),
+        ("s3://b/models/", "S3://b//models/./a", True),
+        ("s3://b/models", "s3://b/models/../others/a", False),
+        ("s3://b/models", "s3://b/models/%2e%2e/others", False),
+        ("s3://b/models", "s3://b/models/%252e%252e/others", False),
+        ("s3://b/models", "s3://b/others/%2e%2e/models/a", False),
+        ("s3://b/models", "s3://b/models2/a", False),
+        ("s3://b/models", "s3://c/models/a", False),
+        ("s3://b/models", "s3://b/models?/a", False),
+        ("s3://b/models", "s3://b/models/a?region=x", True),
+        ("s3://b", "s3://b.others/a", False),
+        ("hdfs:///models", "hdfs:///models/a", True),
+        ("hdfs:///models", "hdfs://models/a", False),
     ],
 )
 def test_a_deployment_trusts_the_folders_that_it_names(
@@ -46,6 +63,23 @@ def test_a_deployment_trusts_the_folders_that_it_names(
     else:
         monkeypatch.setenv(TRUST_VARIABLE, setting)
     assert granted(path, qualified) == trusted
+    assert granted(path, str) == trusted, "a filesystem that only this process opens"
+
+
+def test_query_with_folders_in_it_does_not_lead_into_a_trusted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_VARIABLE, "https://host/models")
+    assert not granted("https://host/others?x/../models/a", str)
+
+
+def test_link_out_of_a_trusted_folder_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("models", "others"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    (tmp_path / "models" / "link").symlink_to(tmp_path / "others")
+    (tmp_path / "also_models").symlink_to(tmp_path / "models")
+    monkeypatch.setenv(TRUST_VARIABLE, str(tmp_path / "also_models"))
+    assert granted(str(tmp_path / "models" / "a"), qualified)
+    assert granted(f"file:{tmp_path}/also_models/a", str)
+    assert not granted(str(tmp_path / "models" / "link" / "a"), qualified)
 
 
 def saved(caplog: pytest.LogCaptureFixture, **settings: Any) -> str:

@@ -46,3 +46,12 @@ def test_end_of_the_job_ends_the_wait():
     assert announcer.waiting == "1 of 2 slots; waiting up to 9 s for more executors"
     announcer.announce(JobEnded(2.0, "finished", "1 worker is done"))
     assert announcer.waiting == ""
+
+
+def test_interrupted_job_is_told_in_one_line_and_not_as_failed() -> None:
+    lines: list[str] = []
+    announcer = Announcer("job", lines.append, verbose=1)
+    announcer.observe(e.CancelRequested("interrupted by KeyboardInterrupt"), [], 1.0)
+    announcer.announce(JobEnded(1.0, "failed", "cancelled"))
+    announcer.print_changes(1.0, last=True)
+    assert lines == ["spark_elastic: the job was cancelled (interrupted by KeyboardInterrupt)"]

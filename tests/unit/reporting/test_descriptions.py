@@ -68,10 +68,22 @@ def test_credentials_are_not_described() -> None:
 
 def test_keys_in_an_address_are_not_described() -> None:
     bucket = Store("s3://AKIA:hunter2@bucket/x", "bucket/x", filesystem=object())
-    described = describe_settings({"store": bucket, "run_options": {"output_dir": str(bucket)}, "path": Path("/a@b")})
-    assert described["store"] == "s3://***@bucket/x"
-    assert described["run_options"] == "{'output_dir': 's3://***@bucket/x'}"
-    assert described["path"] == "/a@b"
+    described = describe_settings(
+        {
+            "store": bucket,
+            "run_options": {"output_dir": bucket.address, "api_token": "hunter3", "n": 1},
+            "path": Path("/a@b"),
+            "input_dtypes": {"token_ids": "int64"},
+            "loss": functools.partial(len, password="hunter4"),
+        }
+    )
+    assert described == {
+        "store": "s3://***@bucket/x",
+        "run_options": "{'output_dir': 's3://***@bucket/x', 'api_token': ***, 'n': 1}",
+        "path": "/a@b",
+        "input_dtypes": "{'token_ids': 'int64'}",
+        "loss": "len(password=***)",
+    }
 
 
 def test_description_of_many_variables_is_cut_too() -> None:

@@ -99,11 +99,11 @@ def test_only_a_spark_dataframe_can_be_fitted() -> None:
 
 def test_credentials_are_not_written_with_an_estimator() -> None:
     made = ElasticTorchEstimator(storage_options={"key": os.urandom(4).hex()}, epochs=3)
-    plain, objects = plain_and_objects(made)
+    plain, objects, _ = plain_and_objects(made)
     assert (plain, objects) == ({"epochs": 3}, {})
 
 
 def test_a_store_is_written_with_an_estimator_by_its_name_and_needs_no_trust(tmp_path: Path) -> None:
     for store in (str(tmp_path), tmp_path, Store.create(tmp_path)):
-        plain, objects = plain_and_objects(ElasticTorchEstimator(store=store))
+        plain, objects, _ = plain_and_objects(ElasticTorchEstimator(store=store))
         assert (plain, objects) == ({"store": str(tmp_path)}, {})

@@ -1,0 +1,81 @@
+"""Redaction: texts and settings without the credentials in them, for all that leaves the process in the clear.
+
+Standard library only, as `errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MARK = "***"
+ALL_SECRET = ("storage_options", "env")
+"""Settings each of whose values may be a credential."""
+
+_NAMES = (
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|signature|token(?!i[zs]|s(?![a-z]))|jwt"
+    r"|(?:access|account|api|private|shared|sas|signing|encryption)[-_.]?key"
+)
+_SECRET_NAME = re.compile(rf"(?:{_NAMES})s?(?:[-_]?id|[-_]?key)?$|^(?:key|sig|sas|auth|authorization)$", re.IGNORECASE)
+_USERINFO = re.compile(
+    # a password may hold "/", "?" and "@", so it ends at the last "@"; a port (":8080/") is no password
+    r"(?<=://)(?P<user>[^\s/?#:]*:(?!\d{1,5}(?:[/?#\s]|$))\S*|[^\s/?#:]*)@"
+)
+_CONTAINERS = ("abfs://", "abfss://", "wasb://", "wasbs://")
+"""Schemes whose addresses begin with `container@account`."""
+_QUERY = re.compile(
+    rf"(?P<name>[?&;#](?:[^=&;#\s'\"]*(?:{_NAMES}|pass|auth|x-amz-|x-goog-)[^=&;#\s'\"]*|key|sig|sas|code)=)[^&;#\s'\"]+",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(
+    rf"(?P<name>(?<![\w.-])[\w.-]*(?:{_NAMES})(?:[-_]?id|[-_]?key)?(?:=|['\"]\s*:\s*))"
+    r"(?!\*{3})(?:'[^']*'|\"[^\"]*\"|[^\s,;'\"(){}\[\]&]+)",
+    re.IGNORECASE,
+)
+"""`AccountKey=...;` in a connection string, `password=...`, `"token": "..."`; not `max_tokens=100`."""
+
+
+def redacted(text: object) -> str:
+    """Return a text with `***` in place of the credentials in its addresses, queries and connection strings."""
+    text = _USERINFO.sub(_without_user, str(text)) if "://" in str(text) else str(text)
+    if "=" in text or ":" in text:
+        text = _QUERY.sub(rf"\g<name>{MARK}", text)
+        text = _ASSIGNED.sub(rf"\g<name>{MARK}", text)
+    return text
+
+
+def _without_user(found: re.Match[str]) -> str:
+    if ":" not in found["user"] and found.string[: found.start()].lower().endswith(_CONTAINERS):
+        return found[0]
+    return f"{MARK}@"
+
+
+def is_secret(name: object, value: object) -> bool:
+    """Return whether an entry of a mapping is a credential, by its name."""
+    is_harmless = value is None or isinstance(value, (bool, int, float))
+    return not is_harmless and _SECRET_NAME.search(str(name)) is not None
+
+
+def without_secrets(name: str, value: Any) -> tuple[Any, list[str]]:
+    """Return a setting without credentials, and the names of what was left out: the setting, or entries of it."""
+    if name in ALL_SECRET:
+        return None, [name]
+    if name == "run_options" and isinstance(value, Mapping):
+        left_out = [
+            key for key, each in value.items() if key in ALL_SECRET or is_secret(key, each) or _has_secrets(each)
+        ]
+        kept = {key: each for key, each in value.items() if key not in left_out}
+        return kept, [f"{name}[{key!r}]" for key in left_out]
+    return (None, [name]) if _has_secrets(value) else (value, [])
+
+
+def _has_secrets(value: Any) -> bool:
+    """Return whether a text, or one within a list or mapping, has credentials in it."""
+    if isinstance(value, Mapping):
+        return any(map(_has_secrets, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_secrets, value))
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and redacted(text) != text
