@@ -49,7 +49,7 @@ def table(spark: SparkSession, kind: str, rows: int) -> DataFrame:
 def packed(df: DataFrame, kind: str, folder: str) -> None:
     tensors: dict[str, Any] = {"x": FEATURES if kind == "A" else "x", "label": "label"}
     dtypes = {} if kind == "C" else {"x": "float32"}
-    materialize(df, tensors, store=folder, dtypes=dtypes, reuse=False)
+    materialize(df, tensors, store=folder, dtypes=dtypes)
 
 
 def parquet(df: DataFrame, kind: str, folder: str) -> None:

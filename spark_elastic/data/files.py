@@ -22,7 +22,7 @@ from pathlib import Path
 
 from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, ReadAhead, Source
-from spark_elastic.data.remote_cache import CachedSplit
+from spark_elastic.data.remote_cache import CachedSplit, disk_bytes
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, Sidecars, open_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
@@ -30,14 +30,14 @@ from spark_elastic.errors import DatasetError, InvalidSettingsError
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
 _PRELOAD_BYTES = 2 << 30  # local splits up to this size are read as a whole, whatever the order
-_PART_BYTES = 8 << 20
-"""Bytes of one request for rows in the order of the files; less if several would not fit into the cache."""
+_PART_BYTES = 8 << 20  # bytes of one request for rows in the order of the files
 
 
 class SplitFiles:
     """The files of one split, opened for reading: numbers of the rows, their records, their values of variable length.
 
     Sidecars are opened only if `sidecars`. Raise DatasetError for a file that is missing or has the wrong size.
+    `rows_at_once` are the most rows that are gathered at the same time in the order of the files; None: all, shuffled.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class SplitFiles:
         sidecars: bool,
         cache_dir: str | Path | None,
         cache_bytes: int | None,
+        rows_at_once: int | None = None,
     ) -> None:
         shards = manifest.splits[split]
         stride = manifest.layout.stride
@@ -55,34 +56,32 @@ class SplitFiles:
         self._opened: list[Callable[[], None]] = []
         self._check: LocalCheck | None = None
         self.sidecars: Sidecars | None = None
+        self._part_rows = max(1, _PART_BYTES // stride)
+        self._source: Source
+        if not store.is_local:
+            least = least_cache_bytes(manifest, split, rows_at_once)
+            cached = CachedSplit(store, manifest, split, self.numbering, sidecars, cache_dir, cache_bytes, least)
+            self._opened.append(cached.close)
+            self._source, self.rows, self.sidecars = cached, cached.rows, cached.sidecar_values
+            return
         try:
-            source: Source
-            if store.is_local:
-                paths = [store.local_path(shard.file) for shard in shards]
-                sides = [store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
-            else:
-                cached = CachedSplit(store, manifest, split, self.numbering, sidecars, cache_dir, cache_bytes)
-                self._opened.append(cached.close)
-                source, paths, sides = cached, cached.paths, cached.sidecar_paths
+            paths = [store.local_path(shard.file) for shard in shards]
             self.rows = open_rows(paths, self.numbering, stride, [shard.nbytes for shard in shards])
             self._opened.append(self.rows.close)
-            if store.is_local:
-                nbytes = manifest.nbytes(split)
-                source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
-                if check_is_enabled():
-                    files = [(shard.file, shard.crc32) for shard in shards]
-                    files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
-                    self._check = LocalCheck(store, files, drop_behind=_exceeds_page_cache(nbytes))
-                    self._opened.append(self._check.close)
+            nbytes = manifest.nbytes(split)
+            self._source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
+            if check_is_enabled():
+                files = [(shard.file, shard.crc32) for shard in shards]
+                files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
+                self._check = LocalCheck(store, files, drop_behind=_exceeds_page_cache(nbytes))
+                self._opened.append(self._check.close)
             if sidecars:
+                sides = [store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
                 self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards], store.url)
                 self._opened.append(self.sidecars.close)
         except BaseException:
             self.close()
             raise
-        self._source = source
-        part_bytes = _PART_BYTES if cache_bytes is None else min(_PART_BYTES, cache_bytes // 8)
-        self._part_rows = max(1, part_bytes // stride)
 
     def read_ahead(self) -> ReadAhead:
         """Return the read-ahead of one pass over the split."""
@@ -98,6 +97,25 @@ class SplitFiles:
     def close(self) -> None:
         while self._opened:
             self._opened.pop()()
+
+
+def least_cache_bytes(manifest: Manifest, split: str, rows_at_once: int | None) -> int:
+    """Return the most bytes of the shards of a split that are read at the same time.
+
+    A shuffle (`rows_at_once` is None) reads all of them; rows in the order of the files are in a few neighbours.
+    """
+    shards = manifest.splits[split]
+    sizes = [disk_bytes(shard.nbytes) + disk_bytes(shard.sidecar_nbytes) for shard in shards]
+    if rows_at_once is None:
+        return sum(sizes)
+    rows_at_once += 3 * max(1, _PART_BYTES // manifest.layout.stride)  # with what is read ahead
+    most = first = rows = nbytes = 0
+    for shard, size in zip(shards, sizes, strict=True):
+        rows, nbytes = rows + shard.rows, nbytes + size
+        while rows - shard.rows - shards[first].rows + 2 > rows_at_once:  # from the last row of one to the first
+            rows, nbytes, first = rows - shards[first].rows, nbytes - sizes[first], first + 1
+        most = max(most, nbytes)
+    return most
 
 
 class LocalSource:

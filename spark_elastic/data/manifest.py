@@ -239,8 +239,6 @@ def names_in(document: Mapping[str, Any], name: str, where: str = "") -> tuple[s
 MANIFEST_NAME = "manifest.json"
 FORMAT = "spark_elastic.data"
 FORMAT_VERSION = 1
-FOUND_AGAIN = "found_again"
-"""The field of `Manifest.about` that says whether a later `materialize` can reuse the dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +269,7 @@ class Manifest:
     # The shards of "train", and of "validation" if there is one. Their order does not depend on which task ended
     # first.
     splits: Mapping[str, tuple[Shard, ...]]
-    key: str = ""  # identifies the rows and settings, see `reuse`
+    key: str = ""  # identifies the settings with which the rows were written
     # Facts for people: settings, and when and by what the dataset was written.
     about: Mapping[str, Any] = dataclass_field(default_factory=dict)
 

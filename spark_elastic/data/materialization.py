@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import os
 import re
+import sys
 import threading
 import uuid
 import weakref
@@ -15,25 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.clock import wall
+from spark_elastic.clock import monotonic, wall
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
-from spark_elastic.data.catalog import (
-    Limits,
-    collect_orphans,
-    collect_temporary,
-    delete_dataset,
-    folder_of,
-    leased,
-    mark_used,
-    may_be_lost,
-    protected,
-)
+from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
 from spark_elastic.data.columns import Request, cast_of, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import DAMAGED
-from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Kind, Manifest
-from spark_elastic.data.reuse import Identity, identify, key_of
+from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.spark_connect import application_of, context_of, functions_for
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, small_batches
@@ -44,6 +35,7 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 _log = logging.getLogger(__name__)
 WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
+LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
 _collected: set[str] = set()  # URLs of the stores in which this process has deleted orphans
@@ -64,13 +56,12 @@ def materialize(
     validation: float | str | None = None,
     seed: int = 0,
     dataset_id: str | None = None,
-    reuse: bool = True,
     keep: bool | None = None,
     shard_bytes: int = SHARD_BYTES,
     pre_shuffle: str | None = None,
     verbose: int = 1,
 ) -> Dataset:
-    """Write the rows of a DataFrame as a dataset, or reuse the dataset if it was written before.
+    """Write the rows of a DataFrame as a dataset, or return the one that was written under the `dataset_id`.
 
     Args:
         df: The DataFrame.
@@ -92,9 +83,8 @@ def materialize(
         validation: The split "validation": a share of the rows, drawn at random, or a boolean column that is true for
             its rows.
         seed: Of that draw, and of `pre_shuffle`.
-        dataset_id: A name under which other sessions find the dataset too, even if the DataFrame has changed since.
-        reuse: Reuse a dataset of the same query, inputs and settings. Queries that are not deterministic are written
-            again, unless they are cached.
+        dataset_id: A name under which later calls, in this program or another, find the dataset, even if the rows of
+            the DataFrame have changed since. None: the rows are written by each call.
         keep: Whether the dataset outlives this process. None: if it has a `dataset_id`.
         shard_bytes: The size at which a task ends a file and begins another.
         pre_shuffle: "spark": shuffle the rows before they are written, for sorted input that is larger than memory.
@@ -126,61 +116,57 @@ def materialize(
     request.resolve(df.schema, is_case_sensitive(df))
     place = Store.create(store, storage_options)
     settings = request.to_json()
-    if dataset_id is not None:
-        if not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-")):
-            raise InvalidSettingsError(
-                "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
-                f"{dataset_id!r}"
-            )
-        name, key, findable = dataset_id, key_of(settings), True
-    else:
-        identity = identify(df.select(*_selected(df, request))) if reuse else Identity(None, "reuse=False")
-        key = key_of(settings, identity.facts if identity.facts is not None else uuid.uuid4().hex)
-        name, findable = f"auto-{key}", identity.facts is not None
-        if not findable:
-            _log.debug("the dataset will not be reused: %s", identity.reason)
-    folder = folder_of(place, name)
+    if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
+        raise InvalidSettingsError(
+            "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
+            f"{dataset_id!r}"
+        )
+    folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
     kept = keep if keep is not None else dataset_id is not None
-    with _writing.setdefault(folder.url, threading.Lock()) if findable else nullcontext():
-        with protected(folder):  # otherwise the end of another fit could delete it before it is marked as used
-            found = _find(folder, key, settings, dataset_id) if reuse else None
-            if found is not None:
-                mark_used(folder, kept)
-        if found is not None:
-            _log.info("rows that were written before are reused from %s", folder.url)
+    with _writing.setdefault(folder.url, threading.Lock()):
+        if dataset_id is not None and folder.exists(MANIFEST_NAME):
+            found = _written_before(folder, settings, dataset_id)
+            mark_used(folder, kept)
+            _log.info("rows that were written before are read from %s", folder.url)
             return found
         ensure_shared(place, context_of(df.sparkSession))
-        collect_temporary(Limits.of_environment(os.environ), wall())
+        began = monotonic()
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, kept, verbose, findable)
-                if dataset.manifest.key != key:  # another process has written it meanwhile
+                dataset = _write(df, request, folder, kept, verbose)
+                if dataset.manifest.key != _key_of(settings):  # another process has written it meanwhile
                     raise _other_settings(dataset, settings, dataset_id)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
+        if verbose and (line := long_write(monotonic() - began, folder, kept)):
+            print(f"spark_elastic: {line}", file=sys.stderr, flush=True)
         if place.url not in _collected:
             _collected.add(place.url)
-            collect_orphans(place, wall())
+            collect_orphans(place)
         return dataset
 
 
-def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str | None) -> Dataset | None:
-    """Return an existing dataset; delete it and return None if it is an automatic one and damaged."""
-    if not folder.exists(MANIFEST_NAME):
+def long_write(seconds: float, folder: Store, kept: bool) -> str | None:
+    """Return the line about a write that took long: how the rows can be used again. None: it was short."""
+    if seconds < LONG_WRITE_S:
         return None
-    try:
-        dataset = Dataset.open(folder)
-        if dataset.manifest.key == key:
-            if may_be_lost(folder) or folder.exists(DAMAGED):
-                dataset.verify()
-            return dataset
+    return f"rows written in {seconds:.0f} s" + (f" to {folder.url}" if kept else "; dataset_id= keeps them")
+
+
+def _key_of(settings: Mapping[str, Any]) -> str:
+    """Return the key of a dataset's settings, which a later `materialize` with its `dataset_id` must have too."""
+    return hashlib.sha256(json.dumps([LAYOUT_VERSION, settings], sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _written_before(folder: Store, settings: Mapping[str, Any], dataset_id: str) -> Dataset:
+    """Open the dataset of a `dataset_id`. Raise DatasetError if it is damaged, or was written with other settings."""
+    dataset = Dataset.open(folder)
+    if dataset.manifest.key != _key_of(settings):
         raise _other_settings(dataset, settings, dataset_id)
-    except DatasetError:
-        if dataset_id is not None:
-            raise
-        delete_dataset(folder)
-        return None
+    if may_be_lost(folder) or folder.exists(DAMAGED):
+        dataset.verify()
+    return dataset
 
 
 def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: str | None) -> DatasetError:
@@ -194,7 +180,7 @@ def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: s
     )
 
 
-def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbose: int, findable: bool) -> Dataset:
+def _write(df: Any, request: Request, folder: Store, kept: bool, verbose: int) -> Dataset:
     from spark_elastic import __version__
 
     run, started, settings = uuid.uuid4().hex[:12], wall(), request.to_json()
@@ -209,9 +195,8 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
             "application": application_of(context_of(df.sparkSession)),
             "seconds": round(wall() - started, 3),
             "settings": settings,
-            FOUND_AGAIN: findable,
         }
-        manifest = _manifest(receipts, request, key, about)
+        manifest = _manifest(receipts, request, _key_of(settings), about)
         dataset = Dataset(folder, manifest)
         hosts = {
             shard.file: receipt.host for receipt in receipts for shards in receipt.splits.values() for shard in shards

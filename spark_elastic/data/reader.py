@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.files import SplitFiles
+from spark_elastic.data.files import SplitFiles, least_cache_bytes
 from spark_elastic.data.manifest import Kind, Manifest, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
+from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import InvalidSettingsError, nearest
 
 if TYPE_CHECKING:
@@ -105,34 +106,27 @@ def resolve_order(
         split: The split that is read.
         order: "global", "lanes" or "auto", as of `BatchReader`.
         shuffle: Whether rows are shuffled.
-        cache_bytes: The size of a remote dataset's cache. A permutation needs all rows at once, so they must fit.
+        cache_bytes: The limit of a remote dataset's cache. A shuffle takes rows from all shards, so they must fit.
 
     Raises:
-        InvalidSettingsError: An unknown order, "lanes" without a shuffle, or a permutation that the cache cannot hold.
+        InvalidSettingsError: An unknown order, "lanes" without a shuffle, or a shuffle that the cache cannot hold.
     """
-    nbytes = dataset.manifest.nbytes(split)
-    too_large = not dataset.store.is_local and cache_bytes is not None and nbytes > cache_bytes
     if order not in ("auto", "global", "lanes"):
         raise InvalidSettingsError(f"order must be 'auto', 'global' or 'lanes', not {order!r}")
     if not shuffle:
         if order == "lanes":
             raise InvalidSettingsError("order='lanes' shuffles rows; with shuffle=False use order='auto'")
         return "global"
-    if order == "global" and too_large:
-        raise InvalidSettingsError(
-            f"a cache of {cache_bytes} bytes cannot hold the {nbytes} bytes of {split!r}; raise cache_bytes, or use "
-            "order='lanes'"
-        )
+    if not dataset.store.is_local:
+        check_cache_bytes(cache_bytes, least_cache_bytes(dataset.manifest, split, None), split)
     if order != "auto":
         return order
-    return "global" if nbytes <= GLOBAL_BYTES and not too_large else "lanes"
+    return "global" if dataset.manifest.nbytes(split) <= GLOBAL_BYTES else "lanes"
 
 
-def window_settings_of(dataset: Dataset, split: str = "train", *, cache_bytes: int | None = None) -> WindowSettings:
-    """Return how a reader divides a split for order "lanes"; the same for all readers with a cache of this size."""
-    manifest = dataset.manifest
-    cache_bytes = None if dataset.store.is_local else cache_bytes
-    return window_settings(manifest.rows(split), manifest.layout.stride, cache_bytes=cache_bytes)
+def window_settings_of(dataset: Dataset, split: str = "train") -> WindowSettings:
+    """Return how a reader divides a split for order "lanes"; the same for all readers."""
+    return window_settings(dataset.manifest.rows(split), dataset.manifest.layout.stride)
 
 
 class BatchReader:
@@ -163,7 +157,9 @@ class BatchReader:
         fields: The tensors that batches contain. None: all.
         cache_dir: A folder of this host's disk for the cache of remote datasets. None: one in the user's temporary
             files. Datasets that nobody opened for a week are removed from it.
-        cache_bytes: The size of that cache. None: most of what is free on the disk.
+        cache_bytes: The limit of that cache, which all readers with that folder share. It must hold the shards that
+            are read at the same time: all of a split with a shuffle, a few without. None: most of what is free on the
+            disk.
 
     Raises:
         InvalidSettingsError: An impossible value, or a split or field that the dataset does not have.
@@ -199,7 +195,7 @@ class BatchReader:
         self.rows = manifest.rows(split)
         self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
         self.fields = _chosen_fields(manifest, fields)
-        self._windows = lanes or window_settings_of(dataset, split, cache_bytes=cache_bytes)
+        self._windows = lanes or window_settings_of(dataset, split)
         self._prefetch = prefetch
         self._dtype = manifest.layout.dtype
         self._row_bytes = self._dtype.itemsize + _bytes_beside_record(manifest, split, self.fields)
@@ -208,7 +204,8 @@ class BatchReader:
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
-        self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes)
+        at_once = None if shuffle else self._group_size(self.batch_size, size, 1)[0] * self.batch_size
+        self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes, at_once)
 
     def set_world(self, rank: int, size: int) -> None:
         """Be rank `rank` of `size` from the next batch on. To be called between batches."""

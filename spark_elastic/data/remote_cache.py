@@ -1,6 +1,14 @@
-"""A cache of remote shards on this host's disk: limited in size, and shared by all workers of the host.
+"""A cache of remote shards on this host's disk: whole files, limited in bytes, shared by all workers of the host.
 
-Each dataset has a folder in the cache, which is removed once nobody has read the dataset for days.
+::
+
+    <cache_dir>/<32 hex digits>.shard      a whole file. Its readers lock it shared, who deletes it locks it exclusively
+               /<32 hex digits>.partial    the same, being fetched, with its full length; the fetching process locks it
+               /lock                       locked while room is made
+
+A file gets its name once its checksum is right. Locks belong to open files, so the system releases them when a process
+dies: the next one that needs the file fetches it again. The modification time of a file is made from its checksum, so a
+file that was written to is noticed; the access time is when it was last used.
 """
 
 from __future__ import annotations
@@ -8,114 +16,233 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from spark_elastic.clock import wall
-from spark_elastic.data.block_file import BlockFile
-from spark_elastic.data.manifest import Kind, Manifest, checksum_error
+from spark_elastic.clock import monotonic, wall
+from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
-from spark_elastic.data.rows import Numbering
+from spark_elastic.data.rows import Numbering, Sidecars, open_rows
 from spark_elastic.data.store import Store, own_temporary_folder
-from spark_elastic.errors import StoreError
+from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
 
-_LOCK = "lock"
-"""A file in a dataset's folder. Readers of the dataset lock it shared, a process that removes the folder exclusively.
-Its modification time is when the dataset was last opened."""
+_OURS = re.compile(r"[0-9a-f]{32}\.(shard|partial)")
 _STALE_S = 7 * 86_400.0
 _FREE_SHARE = 0.8  # the default limit: this part of what the disk would have free without the cache
-_OURS = re.compile(r"lock|[0-9a-f]{16}\.(data|state)")
+_DISK_BLOCK = 4096  # a file takes whole blocks of the disk
+_SHARDS = 2  # shards that a process fetches at the same time
 _FETCHERS = 8  # concurrent requests: an object store takes tens of ms for each, and answers several as fast as one
+_PART_BYTES = 4 << 20  # bytes of a request
 _PAUSES_S = (0.0, 1.0)  # pauses before the second and third try: a broken connection must not end hours of training
-_TARGET_SHARE = 0.9  # the part of the limit that is still in use after room was made
-_CHECK_EVERY = 16 << 20
-"""Bytes that a process fetches between two checks of the limit, so it is exceeded by this times the processes."""
-_PRELOAD_PART_BYTES = 8 << 20
-
-_log = logging.getLogger(__name__)
+_POLL_S = 0.05  # between looks at a lock of another process, which may fetch for minutes
+ROOM_TIMEOUT_S = 300.0  # how long a fetch waits until others release shards that are in its way
 
 
-def lock_folder(folder: Path) -> int:
-    """Make a dataset's folder, and protect it from removal until the returned file descriptor is closed."""
-    path = folder / _LOCK
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
+def disk_bytes(nbytes: int) -> int:
+    """Return the bytes of disk that a file takes."""
+    return -(-nbytes // _DISK_BLOCK) * _DISK_BLOCK
+
+
+class ShardCache:
+    """The folder of the cache. Safe for threads and processes.
+
+    The limit counts all files in it, also those that are being fetched and those of other datasets. A file that a
+    reader holds is never deleted.
+    """
+
+    def __init__(self, root: Path, limit: int | None) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            files = list(self._files())
+            used = sum(disk_bytes(status.st_size) for _, status in files)
+            self.limit = limit if limit is not None else int(_FREE_SHARE * (used + shutil.disk_usage(root).free))
+            for path, status in files:
+                if status.st_atime < wall() - _STALE_S:
+                    _delete_unless_held(path)
+
+    def hold(self, path: Path, nbytes: int, crc32: int) -> int | None:
+        """Return a descriptor that keeps a file in the cache until it is closed; None if the file is not there."""
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the folder was removed at this moment
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                os.utime(file)
-                return file
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(file)
+            return None
+        fcntl.flock(file, fcntl.LOCK_SH)  # others hold it exclusively for a moment at most
+        status = os.fstat(file)
+        if _is_at(file, path) and (status.st_size, status.st_mtime_ns) == (nbytes, _mark(crc32)):
+            _touch(file, crc32)
+            return file
+        if _is_at(file, path):  # it was written to, or cut off
+            path.unlink(missing_ok=True)
+        os.close(file)
+        return None
+
+    def fetch(
+        self,
+        path: Path,
+        nbytes: int,
+        crc32: int,
+        parts: Callable[[], Iterator[bytes]],
+        damaged: Callable[[int], Exception],
+        stopping: threading.Event,
+    ) -> int | None:
+        """Write the parts of a file into the cache, and return its descriptor as `hold` does.
+
+        None: another process fetches it or has just done so, or `stopping` was set.
+
+        Raises:
+            Exception: Of `damaged`, which is called with the checksum if it is another one.
+            StoreError: There is no room.
+        """
+        unfinished = path.with_suffix(".partial")
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stopping.wait(_POLL_S)
+                file = _closed(file)
+                return None
+            if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
+                if _is_at(file, unfinished):
+                    unfinished.unlink()
+                file = _closed(file)
+                return None
+            try:
+                self._make_room(file, unfinished, nbytes, stopping)
+                found, at = 0, 0
+                for part in parts():
+                    found = zlib.crc32(part, found)
+                    at += os.pwrite(file, part, at)
+                if at != nbytes:  # a disk that is nearly full accepts a part of the data
+                    raise OSError(f"{at} of {nbytes} bytes were written")
+                if found != crc32:
+                    raise damaged(found)
+                os.fsync(file)  # or a power cut could leave a file of zeros under the right name
+                _touch(file, crc32)
+                os.rename(unfinished, path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if not _is_at(file, path):  # deleted between the two locks
+                file = _closed(file)
+                return None
+            return file
+        except BaseException as error:
+            if file >= 0:
+                os.close(file)
+            if isinstance(error, OSError):
+                raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
             raise
-        os.close(file)
+
+    def _make_room(self, file: int, unfinished: Path, nbytes: int, stopping: threading.Event) -> None:
+        """Give the file its length once the limit allows it; delete the least recently used files for that."""
+        deadline = monotonic() + ROOM_TIMEOUT_S
+        while True:
+            with self._locked():
+                found = [(path, status) for path, status in self._files() if path != unfinished]
+                used = sum(disk_bytes(status.st_size) for _, status in found)
+                for path, status in sorted(found, key=lambda each: each[1].st_atime_ns):
+                    if used + disk_bytes(nbytes) > self.limit and _delete_unless_held(path):
+                        used -= disk_bytes(status.st_size)
+                if used + disk_bytes(nbytes) <= self.limit:
+                    os.ftruncate(file, nbytes)
+                    return
+            if stopping.is_set():
+                raise Stopped
+            if monotonic() > deadline:
+                raise StoreError(
+                    f"the cache in {self.root} has a limit of {self.limit} bytes; its readers on this host use {used}, "
+                    f"and a shard of {nbytes} does not fit beside. Set cache_bytes to at least "
+                    f"{used + disk_bytes(nbytes)}, or use another cache_dir"
+                )
+            stopping.wait(_POLL_S)
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in self.root.iterdir():
+            if _OURS.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # a fetch has failed or ended at this moment
+                    yield path, path.stat()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
 
 
-def remove_stale(root: Path, now: float) -> None:
-    """Remove datasets that nobody reads and nobody has opened for days. Other files and folders stay."""
-    for folder in root.iterdir():
-        with contextlib.suppress(OSError):  # a process reads the dataset, or has removed it
-            names = os.listdir(folder) if re.fullmatch("[0-9a-f]{24}", folder.name) else []
-            if _LOCK not in names or not all(_OURS.fullmatch(name) for name in names):
-                continue
-            if (folder / _LOCK).stat().st_mtime < now - _STALE_S:
-                _remove(folder, names)
+def _closed(file: int) -> int:
+    os.close(file)
+    return -1
 
 
-def _remove(folder: Path, names: list[str]) -> None:
-    file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in sorted(names, key=_LOCK.__eq__):  # the lock last: until then no other process uses the folder
-            (folder / name).unlink()
-        folder.rmdir()
-    finally:
-        os.close(file)
+def _is_at(file: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    return False
 
 
-def used_bytes(root: Path) -> int:
-    """Return the bytes of disk that all datasets in the cache use."""
-    total = 0
-    for path in root.glob("*/*.data"):
-        with contextlib.suppress(FileNotFoundError):  # removed at this moment
-            total += path.stat().st_blocks * 512
-    return total
+def _mark(crc32: int) -> int:
+    """Return the modification time of a file with this checksum, in ns: within the range of every filesystem."""
+    return (crc32 & 0x3FFFFFFF) * 1_000_000_000
+
+
+def _touch(file: int, crc32: int) -> None:
+    os.utime(file, ns=(int(wall() * 1e9), _mark(crc32)))
+
+
+def _delete_unless_held(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # it is gone, or a reader holds it
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            return True
+        finally:
+            os.close(file)
+    return False
+
+
+# --- the shards of a split --------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class FetchRequest:
-    """Ranges of rows that are fetched and then held."""
-
-    futures: list[Future[None]] = field(default_factory=list)  # one per range
-    # The parts of files that were fetched so far: (file, start, stop) in bytes.
-    held: list[tuple[BlockFile, int, int]] = field(default_factory=list)
-    released: bool = False  # the rows are not needed any more
+class _CachedFile:
+    name: str  # in the store
+    path: Path
+    nbytes: int
+    crc32: int
+    remote: RemoteFile
 
 
 class CachedSplit:
     """One split of a remote dataset in the cache; a `Source` of its rows, and of its sidecars if `sidecars`.
 
-    `paths` are the local copies of the shards, as long as the remote files; only requested rows may be read from them.
-    `sidecar_paths` are the local copies of the sidecars. Raise StoreError if the cache's folder cannot be used.
+    `rows` and `sidecar_values` may be read where the rows were requested and waited for. `least` is the most bytes that
+    a reader needs at the same time.
+
+    Raises:
+        InvalidSettingsError: `cache_bytes` is less than `least`.
+        StoreError: The disk has less room than `least`, or the cache's folder cannot be used.
     """
+
+    preload_always = False  # with order "lanes", the first windows need not wait for all shards
 
     def __init__(
         self,
@@ -126,185 +253,157 @@ class CachedSplit:
         sidecars: bool,
         cache_dir: str | Path | None,
         cache_bytes: int | None,
+        least: int,
     ) -> None:
-        self.preload_always = False  # with order "lanes" a rank needs its share alone
         self._store = store
-        self._layout = manifest.layout
         self._numbering = numbering
-        self._stride = manifest.layout.stride
-        self._references = [f.name for f in manifest.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
-        self._root = Path(cache_dir) if cache_dir is not None else own_temporary_folder("cache", "set cache_dir")
-        self._limit = cache_bytes
-        self._fetched = _CHECK_EVERY  # check at the first fetch: other processes may have left more than the limit
-        self._guard = threading.Lock()
-        self._preload_guard = threading.Lock()
-        self._preloaded: FetchRequest | None = None
-        # a dataset that was written again under the same URL has another manifest, and so another key
-        key = hashlib.sha256(store.url.encode() + manifest.dumps()).hexdigest()[:24]
-        self._unchecked: dict[BlockFile, tuple[str, int]] = {}
-        """Files that have not been compared yet → name in the store, and CRC-32 by the manifest."""
-        self._touched: set[BlockFile] = set()  # unchecked files that may have become complete since the last look
-        self._remote: list[RemoteFile] = []
-        self._files: list[BlockFile] = []
-        self._sidecars: list[BlockFile | None] = []
-        self._folder_lock = -1
+        check_cache_bytes(cache_bytes, least, split)
+        root = Path(cache_dir) if cache_dir is not None else own_temporary_folder("cache", "set cache_dir")
         try:
-            self._folder_lock = lock_folder(self._root / key)
-            remove_stale(self._root, wall())
-            if self._limit is None:
-                self._limit = int(_FREE_SHARE * (used_bytes(self._root) + shutil.disk_usage(self._root).free))
-            for shard in manifest.splits[split]:
-                self._files.append(self._local_copy(key, shard.file, shard.nbytes, shard.crc32))
-                side = shard.sidecar if sidecars else None
-                size, crc32 = shard.sidecar_nbytes, shard.sidecar_crc32
-                self._sidecars.append(self._local_copy(key, side, size, crc32) if side else None)
+            self._cache = ShardCache(root, cache_bytes)
         except OSError as error:
-            self.close()
-            raise StoreError(f"the cache in {self._root} cannot be used: {error}; set cache_dir") from error
-        self.paths = [file.path for file in self._files]
-        self.sidecar_paths = [file.path if file else None for file in self._sidecars]
-        self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
+            raise StoreError(f"the cache in {root} cannot be used: {error}; set cache_dir") from error
+        if self._cache.limit < least:
+            raise StoreError(
+                f"the cache in {root} has room for {self._cache.limit} bytes, and the shards of {split!r} that are "
+                f"read at the same time have {least}; set cache_dir to a larger disk"
+            )
+        shards = manifest.splits[split]
+        self._files = [[self._file(shard.file, shard.nbytes, shard.crc32)] for shard in shards]
+        for files, shard in zip(self._files, shards, strict=True):
+            if sidecars and shard.sidecar is not None:
+                files.append(self._file(shard.sidecar, shard.sidecar_nbytes, shard.sidecar_crc32))
+        paths = [files[0].path for files in self._files]
+        sides = [files[1].path if len(files) > 1 else None for files in self._files]
+        self.rows = open_rows(paths, numbering, manifest.layout.stride, [s.nbytes for s in shards], later=True)
+        self.sidecar_values: Sidecars | None = None
+        if sidecars:
+            self.sidecar_values = Sidecars(sides, [shard.sidecar_nbytes for shard in shards], store.url, later=True)
+        self._guard = threading.Lock()
+        self._uses: Counter[int] = Counter()  # requests that were not released, by shard
+        self._local: dict[int, Future[None]] = {}
+        self._held: dict[int, list[int]] = {}  # descriptors of the files of a mapped shard
+        self._preloaded: dict[int, Future[None]] | None = None  # never released
+        self._stopping = threading.Event()
+        self._shards = ThreadPoolExecutor(_SHARDS, thread_name_prefix="spark-elastic-shard")
+        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
-    def _local_copy(self, key: str, file: str, nbytes: int, crc32: int) -> BlockFile:
-        remote = RemoteFile(lambda: self._store.open_input(file), f"{self._store.url}/{file}")
-        self._remote.append(remote)
-        name = hashlib.sha256(file.encode()).hexdigest()[:16]
-        made = BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
-        self._unchecked[made] = (file, crc32)
-        return made
+    def _file(self, name: str, nbytes: int, crc32: int) -> _CachedFile:
+        url = f"{self._store.url}/{name}"
+        # a dataset that was written again under the same URL has files of other names or checksums
+        key = hashlib.sha256(f"{url} {nbytes} {crc32}".encode()).hexdigest()[:32]
+        remote = RemoteFile(lambda: self._store.open_input(name), url)
+        return _CachedFile(name, self._cache.root / f"{key}.shard", nbytes, crc32, remote)
 
     # --- a source of rows -----------------------------------------------------------------------
 
-    def request(self, ranges: Ranges) -> FetchRequest:
-        request = FetchRequest()
-        for start, stop in ranges:
-            for shard, first, last in self._numbering.ranges(start, stop):
-                request.futures.append(self._pool.submit(self._fetch, request, shard, first, last))
-        return request
+    def request(self, ranges: Ranges) -> dict[int, Future[None]]:
+        """Start to fetch the shards of these rows."""
+        shards = sorted({shard for start, stop in ranges for shard, _, _ in self._numbering.ranges(start, stop)})
+        with self._guard:
+            self._uses.update(shards)
+            for shard in shards:
+                if shard not in self._local:
+                    self._local[shard] = self._shards.submit(self._get, shard)
+            return {shard: self._local[shard] for shard in shards}
 
-    def wait(self, request: FetchRequest, stopping: Future[None]) -> None:
-        """Wait until the rows are local, and compare the files that are complete by now with their checksums."""
-        for future in request.futures:
+    def wait(self, request: dict[int, Future[None]], stopping: Future[None]) -> None:
+        for future in request.values():
             if not future.done():
                 futures.wait((future, stopping), return_when=futures.FIRST_COMPLETED)
             if stopping.done():
                 raise Stopped
             future.result()
-        with self._guard:
-            touched, self._touched = self._touched, set()
-        for file in touched:
-            self._check(file)
 
-    def release(self, request: FetchRequest) -> None:
+    def release(self, request: dict[int, Future[None]]) -> None:
         with self._guard:
-            request.released = True
-            held, request.held = request.held, []
-        for future in request.futures:
-            future.cancel()
-        for file, start, stop in held:
-            file.release(start, stop)
+            for shard, future in request.items():
+                self._uses[shard] -= 1
+                # the thread of one that is being fetched sees that nobody needs it any more
+                if not self._uses[shard] and (shard in self._held or future.cancel() or future.done()):
+                    del self._local[shard]
+                    self._shut(shard)
 
     def preload(self, stopping: Future[None]) -> None:
-        with self._preload_guard:
-            if self._preloaded is not None:
-                return
-            part = max(1, _PRELOAD_PART_BYTES // self._stride)
-            rows = self._numbering.rows
-            request = self.request([(start, min(start + part, rows)) for start in range(0, rows, part)])
-            try:
-                self.wait(request, stopping)
-            except BaseException:
-                self.release(request)
-                raise
-            self._preloaded = request
+        if self._preloaded is None:
+            self._preloaded = self.request([(0, self._numbering.rows)])
+        self.wait(self._preloaded, stopping)
 
-    def _check(self, file: BlockFile) -> None:
-        found = file.complete()
-        if found is None:
-            return
-        name, expected = self._unchecked.pop(file, ("", found))
-        if found != expected:
-            for block in range(len(file.states)):
-                file.mark_absent(block)
-            raise checksum_error(self._store.url, name, found, expected)
+    # --- shards ---------------------------------------------------------------------------------
 
-    def _fetch(self, request: FetchRequest, shard: int, first: int, last: int) -> None:
-        """Fetch rows `first`..`last` of a shard, and the values in the sidecar that they refer to."""
-        if request.released:
-            return
-        start, stop = first * self._stride, last * self._stride
-        self._hold(request, self._files[shard], start, stop)
-        side = self._sidecars[shard]
-        if side is None or not self._references:
-            return
-        records = np.fromfile(self.paths[shard], self._layout.dtype, last - first, offset=start)
-        starts = [int(records[name]["start"].min()) for name in self._references]
-        stops = [int((records[name]["start"] + records[name]["length"]).max()) for name in self._references]
-        if 0 <= min(starts) <= max(stops) <= side.nbytes:  # `Sidecars` reports references that are out of range
-            self._hold(request, side, min(starts), max(stops))
-
-    def _hold(self, request: FetchRequest, file: BlockFile, start: int, stop: int) -> None:
-        if stop <= start:
-            return
-        fetched = file.hold(start, stop)
-        with self._guard:
-            released = request.released
-            if not released:
-                request.held.append((file, start, stop))
-            if file in self._unchecked:
-                self._touched.add(file)
-            self._fetched += fetched
-            due = self._limit is not None and self._fetched >= _CHECK_EVERY
-            if due:
-                self._fetched = 0
-        if released:
-            file.release(start, stop)
-        if due:
-            self.make_room()
-
-    # --- the limit ------------------------------------------------------------------------------
-
-    def make_room(self) -> None:
-        """Drop the least recently used blocks of all datasets in the cache until the limit is kept."""
-        if self._limit is None:
-            return
-        used = used_bytes(self._root)
-        if used <= self._limit:
-            return
-        ours = {file.path: file for file in [*self._files, *self._sidecars] if file is not None}
-        others = []
+    def _get(self, shard: int) -> None:
+        """Hold the files of a shard, fetched if they are not there, and map them."""
+        held: list[int] = []
         try:
-            for path in self._root.glob("*/*.data"):
-                if path not in ours and (file := BlockFile.of_others(path)) is not None:
-                    others.append(file)
-            files = [*ours.values(), *others]
-            ages = [file.states["used"].astype(np.int64) for file in files]
-            owners = np.repeat(np.arange(len(files)), [len(age) for age in ages])
-            blocks = np.concatenate([np.arange(len(age)) for age in ages])
-            age = np.concatenate(ages)
-            for index in np.argsort(age, kind="stable"):
-                if used <= self._limit * _TARGET_SHARE:
-                    break
-                if age[index]:
-                    used -= files[owners[index]].drop(int(blocks[index]))
-        except OSError as error:
-            _log.warning("the cache cannot keep to its limit of %d bytes: %s", self._limit, error)
-            self._limit = None
-        finally:
-            for file in others:
-                file.close()
+            held += [self._hold(file) for file in self._files[shard] if file.nbytes]
+            self.rows.open(shard)
+            if self.sidecar_values is not None:
+                self.sidecar_values.open(shard)
+        except BaseException:
+            for file in held:
+                os.close(file)
+            raise
+        with self._guard:
+            self._held[shard] = held
+            if not self._uses[shard]:  # released meanwhile
+                del self._local[shard]
+                self._shut(shard)
+
+    def _hold(self, file: _CachedFile) -> int:
+        while not self._stopping.is_set():
+            held = self._cache.hold(file.path, file.nbytes, file.crc32)
+            if held is None:
+                parts, damaged = partial(self._parts, file), partial(self._damaged, file)
+                held = self._cache.fetch(file.path, file.nbytes, file.crc32, parts, damaged, self._stopping)
+            if held is not None:
+                return held
+        raise Stopped
+
+    def _damaged(self, file: _CachedFile, found: int) -> DatasetError:
+        return checksum_error(self._store.url, file.name, found, file.crc32)
+
+    def _parts(self, file: _CachedFile) -> Iterator[bytes]:
+        """Yield the file's bytes, read a few parts ahead."""
+        ahead: deque[Future[bytes]] = deque()
+        for at in range(0, file.nbytes, _PART_BYTES):
+            if self._stopping.is_set():
+                raise Stopped
+            ahead.append(self._fetchers.submit(file.remote.read, at, min(_PART_BYTES, file.nbytes - at)))
+            if len(ahead) >= _FETCHERS // _SHARDS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def _shut(self, shard: int) -> None:
+        self.rows.shut(shard)
+        if self.sidecar_values is not None:
+            self.sidecar_values.shut(shard)
+        for file in self._held.pop(shard, ()):
+            os.close(file)
 
     def close(self) -> None:
-        if hasattr(self, "_pool"):
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        for file in [*self._files, *self._sidecars]:
-            if file is not None:
-                file.close()
-        for remote in self._remote:
-            remote.close()
-        if self._folder_lock >= 0:
-            os.close(self._folder_lock)
-            self._folder_lock = -1
+        self._stopping.set()
+        self._shards.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self.rows.close()
+        if self.sidecar_values is not None:
+            self.sidecar_values.close()
+        for held in self._held.values():
+            for descriptor in held:
+                os.close(descriptor)
+        self._held.clear()
+        for files in self._files:
+            for file in files:
+                file.remote.close()
+
+
+def check_cache_bytes(cache_bytes: int | None, least: int, what: str) -> None:
+    """Raise InvalidSettingsError if a cache cannot hold the shards that are read at the same time."""
+    if cache_bytes is not None and cache_bytes < least:
+        raise InvalidSettingsError(
+            f"a cache of {cache_bytes} bytes cannot hold the shards of {what!r} that are read at the same time, which "
+            f"have {least}; set cache_bytes to at least {least} (a shuffle reads all of them), or mount the store"
+        )
 
 
 class RemoteFile:
@@ -319,7 +418,7 @@ class RemoteFile:
         self._idle: list[Any] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read a range of bytes. Raise StoreError if three tries failed."""
+        """Read a range of bytes. Raise StoreError if three tries failed, or the file is too short."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 handle = self._taken() or self._open()
@@ -331,6 +430,10 @@ class RemoteFile:
                 time.sleep(pause_s)
             else:
                 self._idle.append(handle)
+                if len(data) != nbytes:
+                    raise StoreError(
+                        f"{self._name}: {len(data)} of {nbytes} bytes were delivered at {offset}; the file is cut off"
+                    )
                 return data
         raise AssertionError
 

@@ -32,6 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 _PAGE = 4096
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MADV_DONTNEED = 4
 _HUGE_PAGE = 2 << 20
 _MOST_RUNS = 1 << 20  # entries of a placement's table: 8 MiB
@@ -77,11 +78,11 @@ def check_size(path: Path, expected: int, found: int | None = None) -> None:
 class FileRange:
     """Segments of files, mapped read-only into one contiguous range. Bytes between segments must not be touched.
 
-    `bytes` is the range; no view of it may be used after `close`. Raise DatasetError if a file is missing or has the
-    wrong size, OSError if the system cannot map it.
+    `bytes` is the range; no view of it may be used after `close`. With `later`, each segment is mapped by `map`. Raise
+    DatasetError if a file is missing or has the wrong size, OSError if the system cannot map it.
     """
 
-    def __init__(self, segments: Sequence[FileSegment]) -> None:
+    def __init__(self, segments: Sequence[FileSegment], *, later: bool = False) -> None:
         self._address: int | None = None
         self.nbytes = max((segment.at + segment.nbytes for segment in segments), default=0)
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -92,13 +93,12 @@ class FileRange:
         self.bytes: Bytes = np.empty(0, np.uint8)
         if not self.nbytes:
             return
-        reserved = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        self._reserved = self._mmap(None, self.nbytes + _HUGE_PAGE, _PROT_NONE, reserved, -1, 0)
+        self._reserved = self._mmap(None, self.nbytes + _HUGE_PAGE, _PROT_NONE, _RESERVED, -1, 0)
         # the page cache maps files in huge pages only from an address that is a multiple of their size
         self._address = -(-self._reserved // _HUGE_PAGE) * _HUGE_PAGE
         try:
-            for segment in segments:
-                self._map(segment)
+            for segment in () if later else segments:
+                self.map(segment)
         except BaseException:
             self.close()
             raise
@@ -106,7 +106,7 @@ class FileRange:
         interface = {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self._address, True)}
         self.bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
 
-    def _map(self, segment: FileSegment) -> None:
+    def map(self, segment: FileSegment) -> None:
         assert self._address is not None
         try:
             file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -118,6 +118,10 @@ class FileRange:
             self._mmap(self._address + segment.at, segment.nbytes, _PROT_READ, flags, file, segment.offset)
         finally:
             os.close(file)  # the map keeps the file open
+
+    def unmap(self, segment: FileSegment) -> None:
+        if self._address is not None:
+            self._mmap(self._address + segment.at, segment.nbytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
 
     def _mmap(self, address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:
         made: int | None = self._libc.mmap(address, nbytes, protection, flags, file, offset)
@@ -298,11 +302,17 @@ class Placement:
 
 
 class MappedRows:
-    """The records of all shards in one mapped range: one `np.take` serves a batch."""
+    """The records of all shards in one mapped range: one `np.take` serves a batch.
 
-    def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
+    With `later`, only shards between `open` and `shut` may be read.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int], later: bool = False
+    ) -> None:
         self._numbering = numbering
         self._stride = stride
+        self._later = later
         self._placement = Placement.best(numbering, stride)
         try:
             self._range = self._mapped(files, shard_nbytes)
@@ -313,12 +323,21 @@ class MappedRows:
 
     def _mapped(self, files: Sequence[Path], shard_nbytes: Sequence[int]) -> FileRange:
         stride, extents = self._stride, self._numbering.extents
-        return FileRange(
-            [
-                FileSegment(files[e.shard], e.first * stride, e.rows * stride, start * stride, shard_nbytes[e.shard])
-                for e, start in zip(extents, self._placement.starts, strict=True)
-            ]
-        )
+        self._segments = [
+            FileSegment(files[e.shard], e.first * stride, e.rows * stride, start * stride, shard_nbytes[e.shard])
+            for e, start in zip(extents, self._placement.starts, strict=True)
+        ]
+        return FileRange(self._segments, later=self._later)
+
+    def open(self, shard: int) -> None:
+        for extent, segment in zip(self._numbering.extents, self._segments, strict=True):
+            if extent.shard == shard:
+                self._range.map(segment)
+
+    def shut(self, shard: int) -> None:
+        for extent, segment in zip(self._numbering.extents, self._segments, strict=True):
+            if extent.shard == shard:
+                self._range.unmap(segment)
 
     def places(self, numbers: Indices) -> Indices:
         """Return where the records of these rows are, for `gather`: a part of its work for another thread."""
@@ -342,16 +361,29 @@ class MappedRows:
 
 
 class GatheredRows:
-    """The records of shards that are mapped one by one: a batch takes one gather for each shard that it touches."""
+    """The records of shards that are mapped one by one: a batch takes one gather for each shard that it touches.
 
-    def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
+    With `later`, only shards between `open` and `shut` may be read.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int], later: bool = False
+    ) -> None:
         self._numbering = numbering
-        self._maps: list[npt.NDArray[Any] | None] = []
-        record = np.dtype((np.void, stride))
-        for file, nbytes in zip(files, shard_nbytes, strict=True):
-            if nbytes:
-                check_size(file, nbytes)
-            self._maps.append(np.memmap(file, record, "r") if nbytes else None)
+        self._files = list(zip(files, shard_nbytes, strict=True))
+        self._record = np.dtype((np.void, stride))
+        self._maps: list[npt.NDArray[Any] | None] = [None] * len(self._files)
+        for shard in () if later else range(len(self._files)):
+            self.open(shard)
+
+    def open(self, shard: int) -> None:
+        file, nbytes = self._files[shard]
+        if nbytes:
+            check_size(file, nbytes)
+            self._maps[shard] = np.memmap(file, self._record, "r")
+
+    def shut(self, shard: int) -> None:
+        self._maps[shard] = None
 
     def places(self, numbers: Indices) -> Indices:
         """Return the numbers, which `gather` takes as they are."""
@@ -377,13 +409,13 @@ class GatheredRows:
 
 
 def open_rows(
-    files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]
+    files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int], later: bool = False
 ) -> MappedRows | GatheredRows:
     """Open the records of all shards. Raise DatasetError for a file that is missing or has the wrong size."""
     if can_map():
         with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
-            return MappedRows(files, numbering, stride, shard_nbytes)
-    return GatheredRows(files, numbering, stride, shard_nbytes)
+            return MappedRows(files, numbering, stride, shard_nbytes, later)
+    return GatheredRows(files, numbering, stride, shard_nbytes, later)
 
 
 # --- values of variable length ----------------------------------------------------------------------
@@ -392,33 +424,41 @@ def open_rows(
 class Sidecars:
     """The sidecars of a split's shards: values of variable length, found through the references in records.
 
-    `files` has None where a shard has no sidecar; `nbytes` are the sizes by the manifest. Raise DatasetError if a
-    sidecar is missing or has another size.
+    `files` has None where a shard has no sidecar; `nbytes` are the sizes by the manifest. With `later`, only those of
+    shards between `open` and `shut` may be read. Raise DatasetError if a sidecar is missing or has another size.
     """
 
-    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str) -> None:
+    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str, *, later: bool = False) -> None:
         self._url = url
         self._nbytes = np.array(nbytes, np.int64)
         pages = -(-self._nbytes // _PAGE) * _PAGE
         self._starts = np.cumsum(pages) - pages
         self._range: FileRange | None = None
-        self._maps: list[Bytes] = []
-        segments = [
-            FileSegment(file, 0, size, int(at), size)
-            for file, size, at in zip(files, nbytes, self._starts.tolist(), strict=True)
+        self._segments = {
+            shard: FileSegment(file, 0, size, int(at), size)
+            for shard, (file, size, at) in enumerate(zip(files, nbytes, self._starts.tolist(), strict=True))
             if file is not None and size
-        ]
+        }
+        self._maps: list[Bytes] = [np.empty(0, np.uint8)] * len(files)
         if can_map():
             with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
-                self._range = FileRange(segments)
+                self._range = FileRange([*self._segments.values()], later=later)
                 return
-        for segment in segments:
+        for shard in () if later else self._segments:
+            self.open(shard)
+
+    def open(self, shard: int) -> None:
+        segment = self._segments.get(shard)
+        if segment is not None and self._range is not None:
+            self._range.map(segment)
+        elif segment is not None:
             check_size(segment.path, segment.expected)
-        # mapped, never copied: the files of a cache receive their contents later
-        self._maps = [
-            np.memmap(file, np.uint8, "r") if file is not None and size else np.empty(0, np.uint8)
-            for file, size in zip(files, nbytes, strict=True)
-        ]
+            self._maps[shard] = np.memmap(segment.path, np.uint8, "r")
+
+    def shut(self, shard: int) -> None:
+        self._maps[shard] = np.empty(0, np.uint8)
+        if self._range is not None and shard in self._segments:
+            self._range.unmap(self._segments[shard])
 
     def values(self, field: TensorField, references: npt.NDArray[Any], shards: Indices) -> Any:
         """Return a batch's values: a list for fields of variable length, an array [rows, *shape] for sparse fields."""

@@ -196,6 +196,15 @@ class Store:
                 raise
         return True
 
+    def now(self) -> float:
+        """Return the present time by the store's clock, as of `FileEntry`; 0.0 if it does not say when files change."""
+        name = f"clock-{uuid.uuid4().hex}.partial"  # the name of a file that clean-up removes
+        try:
+            self.write_bytes(name, b"", durable=False)
+            return next((entry.modified_s for entry in self.list() if entry.path == name), 0.0)
+        finally:
+            self.delete(name)
+
     def exists(self, path: str = "") -> bool:
         if self.filesystem is None:
             return os.path.exists(self._at(path))

@@ -1,10 +1,8 @@
-"""The dataset of an estimator's fit: check one that was written before, share it between fits, and end its use."""
+"""The dataset of an estimator's fit: check one that was written before, and share it between fits."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,20 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spark_elastic import clock
-from spark_elastic.data import catalog
-from spark_elastic.data.catalog import is_leased
+from spark_elastic.data.catalog import delete_unless_used
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, TensorField
+from spark_elastic.data.manifest import MANIFEST_NAME, TensorField
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
-from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.ml.params import ElasticParams
-
-log = logging.getLogger("spark_elastic.ml")
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
@@ -93,53 +86,17 @@ def flat_names(names: Sequence[Any]) -> list[str]:
     return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
-# --- end of use -------------------------------------------------------------------------------
-
-
-def is_findable(dataframe: Any, dataset: Dataset) -> bool:
-    """Return whether a later fit on this DataFrame can find its written rows.
-
-    It cannot if Spark takes the query for random, as it does with everything behind a VectorAssembler; unless the query
-    is cached.
-    """
-    if not dataset.manifest.about.get(FOUND_AGAIN, True):
-        return False
-    names = {"`" + name.replace("`", "``") + "`" for each in dataset.layout.fields for name in each.columns}
-    return bool(dataframe.select(*names)._jdf.queryExecution().withCachedData().deterministic())
-
-
-def give_back(dataset: Dataset) -> None:
-    """End the use of a dataset, and remove datasets of earlier fits if they take too much room or are too old.
-
-    Errors of the storage are logged and not raised, because the trained model must not be lost for them.
-    """
-    try:
-        catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
-    except Exception as error:  # each filesystem has its own errors
-        log.warning("the rows in %s could not be given back: %s", dataset.store.url, redacted(error))
-
-
-def remove_unless_used(dataset: Dataset) -> None:
-    """Remove a dataset unless it is in use or to be kept. Errors are logged, as in `give_back`."""
-    try:
-        if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
-            dataset.delete()
-    except Exception as error:  # each filesystem has its own errors
-        log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, redacted(error))
-
-
 # --- several fits on one DataFrame, as a CrossValidator does ------------------------------------
 
 
 class SharedDatasets:
     """Datasets that several fits on one DataFrame share: rows with the same settings are written once.
 
-    They are removed when the last of the `fits` is done, if `remove` is set.
+    They are deleted when the last of the `fits` is done, unless they are to be kept.
     """
 
-    def __init__(self, fits: int, remove: bool) -> None:
+    def __init__(self, fits: int) -> None:
         self._fits_left = fits
-        self._remove = remove
         self._lock = threading.Lock()
         self._datasets: dict[str, Dataset] = {}
 
@@ -155,6 +112,4 @@ class SharedDatasets:
             self._fits_left -= 1
             if self._fits_left == 0:
                 for dataset in self._datasets.values():
-                    if self._remove:
-                        remove_unless_used(dataset)
-                    give_back(dataset)
+                    delete_unless_used(dataset.store)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +18,9 @@ import cloudpickle
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
-from spark_elastic.data.catalog import Limits
+from spark_elastic.data.catalog import delete_unless_used
 from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.spark_python import check_modules, own_modules
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
@@ -44,10 +41,7 @@ from spark_elastic.ml.datasets import (
     check_stored_settings,
     check_tensors,
     flat_names,
-    give_back,
-    is_findable,
     model_inputs,
-    remove_unless_used,
 )
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Savable
@@ -269,12 +263,7 @@ class ElasticEstimator(
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, M]]:
         """Fit once for each param map, as in Spark ML. Fits on the same columns share one written dataset."""
         estimator = self.copy()
-        # The folds of a CrossValidator are random, and cached only for as long as it needs them. On Spark Connect no
-        # later fit finds any rows again.
-        transient = not estimator._keeps_rows() and (
-            is_connect(dataset) or not dataset._jdf.queryExecution().analyzed().deterministic()
-        )
-        estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
+        estimator._shared_datasets = shared = SharedDatasets(len(paramMaps))
         tracked = active_run_id()
 
         def fit(index: int) -> tuple[int, Any]:
@@ -327,7 +316,6 @@ class ElasticEstimator(
             for name in ("feature_cols", "label_cols"):
                 if self._given(name) is None:
                     raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
-            Limits.of_environment(os.environ)  # an error now, rather than at the end of the fit
         self._check_together()
         self._check_framework()
         self._virtual_workers()
@@ -356,34 +344,19 @@ class ElasticEstimator(
 
     @contextlib.contextmanager
     def _materialised(self, dataset: Any, tensors: Tensors, timings: FitTimings) -> Iterator[Dataset]:
-        """Write the rows, or find them written, and keep them for as long as the block runs.
-
-        Later fits of this process may find the rows again. They are removed when it ends, or earlier if they take too
-        much room; at once if no later fit could find them.
-        """
-
-        def write() -> Dataset:
-            with timings.part("write"):
-                if self._shared_datasets is None:
-                    return self._write(dataset, tensors)
+        """Write the rows, or find them under the `dataset_id`, and keep them for as long as the block runs."""
+        with timings.part("write"):
+            if (shared := self._shared_datasets) is None:
+                rows = self._write(dataset, tensors)
+            else:
                 key = json.dumps(self._write_settings(tensors), sort_keys=True, default=repr)
-                return self._shared_datasets.get(key, lambda: self._write(dataset, tensors))
-
-        rows = write()
+                rows = shared.get(key, lambda: self._write(dataset, tensors))
         try:
             with leased_if_possible(rows.store):
-                if not rows.store.exists(MANIFEST_NAME):  # another process ended, and removed them before our lease
-                    give_back(rows)
-                    rows = write()
                 yield rows
         finally:
-            if self._shared_datasets is None and not self._keeps_rows():
-                if not is_findable(dataset, rows):
-                    remove_unless_used(rows)
-                give_back(rows)
-
-    def _keeps_rows(self) -> bool:
-        return bool(self._given("keep_dataset")) or self._given("dataset_id") is not None
+            if shared is None:
+                delete_unless_used(rows.store)
 
     def _write_settings(self, tensors: Tensors) -> dict[str, Any]:
         """Return the arguments of `materialize` that decide what is written."""
@@ -401,13 +374,15 @@ class ElasticEstimator(
         from spark_elastic.data.materialization import materialize
 
         settings = self._write_settings(tensors)
+        # the folds of a CrossValidator are other rows each, so no name may find one in place of another
+        name = self._given("dataset_id") if self._shared_datasets is None else None
         try:
             return materialize(
                 dataset,
                 settings.pop("tensors"),
                 store=self._base_store(),
-                dataset_id=self._given("dataset_id"),
-                keep=self._keeps_rows() or None,
+                dataset_id=name,
+                keep=bool(self._given("keep_dataset")) or name is not None,
                 verbose=self._given("verbose"),
                 **settings,
             )

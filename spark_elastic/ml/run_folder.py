@@ -111,7 +111,7 @@ def leased_if_possible(folder: Store) -> Iterator[None]:
 def transient_run(runs: Store) -> Iterator[Store]:
     """Make a folder below `runs`, and remove it when the block ends."""
     with contextlib.suppress(Exception):  # left-overs of other drivers are no reason not to train
-        collect_runs(runs, clock.wall())
+        collect_runs(runs)
     run = runs.sub(uuid.uuid4().hex)
     try:
         with leased_if_possible(run):
@@ -121,19 +121,19 @@ def transient_run(runs: Store) -> Iterator[Store]:
             run.delete()
 
 
-def collect_runs(runs: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
+def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
     """Remove folders of `transient_run` whose driver was killed: their lease has expired, and all files are old.
 
     Returns their names.
     """
     removed = []
-    for entry in runs.list():
-        if not entry.is_dir or not _TRANSIENT_NAME.match(entry.path):
-            continue
+    found = [entry for entry in runs.list() if entry.is_dir and _TRANSIENT_NAME.match(entry.path)]
+    now = runs.now() if found else 0.0
+    for entry in found:
         run = runs.sub(entry.path)
         files = [file for file in run.list(recursive=True) if not file.is_dir]
         newest = max((file.modified_s for file in files), default=entry.modified_s)
-        if newest < now - age_s and all(_RUN_FILES.match(file.path) for file in files) and not is_leased(run, now):
+        if newest < now - age_s and all(_RUN_FILES.match(file.path) for file in files) and not is_leased(run):
             run.delete()
             removed.append(entry.path)
     return removed
@@ -279,7 +279,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 f"run_id={self._given('run_id')!r} has checkpoints of other rows: the present rows "
                 "differ in values, in text or arrays of variable length, or in their order, which a checkpoint needs "
                 "to know the rows of its epoch that were used. Train on the dataset that was written then (dataset_id, "
-                "keep_dataset), choose another run_id, or set resume=False to replace the checkpoints"
+                "from_dataset_path), choose another run_id, or set resume=False to replace the checkpoints"
             )
         if different:
             name = different[0]

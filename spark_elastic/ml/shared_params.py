@@ -333,12 +333,12 @@ class StorageParams(ElasticParams):
     getStorageOptions, setStorageOptions = accessors(storage_options)
     dataset_id: Param[str | None] = setting(
         "name by which a later fit finds the written rows again, without checking that they are still the same. "
-        "Default: found by the query plan and its files.",
+        "Default: each fit writes its rows.",
         to.text,
     )
     getDatasetId, setDatasetId = accessors(dataset_id)
     keep_dataset: Param[bool] = setting(
-        "keep the written rows in the store, so that a later fit on the same rows need not write them.",
+        "keep the written rows in the store after the fit, for from_dataset_path; a dataset_id keeps them too.",
         to.boolean,
         default=False,
     )

@@ -38,16 +38,11 @@ class WindowSettings:
     window_rows: int  # rows of a stream that are shuffled among themselves; at least the stream's rows: all of them
 
 
-def window_settings(
-    rows: int, stride: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
-) -> WindowSettings:
+def window_settings(rows: int, stride: int, *, open_bytes: int = _OPEN_BYTES) -> WindowSettings:
     """Return the settings for a dataset. They do not depend on the batch size, which may change with the world.
 
-    A remote dataset's cache of `cache_bytes` also holds the next windows and those just used, so the open windows of
-    all streams together cover at most a quarter of it, and at most `open_bytes`. `stride` is the bytes of a record.
+    The open windows of all streams together cover at most `open_bytes`. `stride` is the bytes of a record.
     """
-    if cache_bytes is not None:
-        open_bytes = min(open_bytes, cache_bytes // 4)
     streams = _STREAMS if rows < _MANY_ROWS else 2 * _STREAMS
     chunk_rows = max(1, min(_CHUNK_BYTES // stride, -(-rows // (4 * streams)) or 1))
     return WindowSettings(streams, chunk_rows, max(chunk_rows, open_bytes // stride // streams))

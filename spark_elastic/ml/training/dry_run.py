@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from spark_elastic.data.files import least_cache_bytes
 from spark_elastic.data.reader import Batch, resolve_order
+from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.callbacks import Callback, Monitor
 from spark_elastic.ml.datasets import model_inputs
@@ -127,7 +129,12 @@ def round_trip_pickle(training: T) -> T:
 
 def check_order(training: Training) -> None:
     """Raise InvalidSettingsError if the order of the rows does not go with the other settings."""
-    resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
+    dataset, limit = training.dataset, training.cache_bytes
+    resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=limit)
+    if not dataset.store.is_local and limit is not None:  # workers read both splits, the second in order of the files
+        shuffled = {"train"} if training.shuffle else set()
+        least = [least_cache_bytes(dataset.manifest, each, None if each in shuffled else 1) for each in dataset.splits]
+        check_cache_bytes(limit, sum(least), " and ".join(dataset.splits))
 
 
 def check_metric_names(metrics: Iterable[str]) -> None:

@@ -152,7 +152,7 @@ def _settings_to_match(training: Training, metrics: Sequence[str]) -> dict[str, 
         "seed": training.seed,
         "shuffle": training.shuffle,
         "order": order,
-        **({"lanes": asdict(window_settings_of(dataset, cache_bytes=cache_bytes))} if order == "lanes" else {}),
+        **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
         "metrics": list(metrics),
         **({} if training.virtual_workers is None else {"virtual_workers": training.virtual_workers}),
     }

@@ -91,7 +91,7 @@ def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(digits: Any
 
 
 def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(digits: Any, tmp_path: Path) -> None:
-    estimator = HereEstimator(**digit_settings(store=str(tmp_path)))
+    estimator = HereEstimator(**digit_settings(store=str(tmp_path), dataset_id="all"))
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).addGrid(estimator.batch_size, [32, 512]).build()
     written: list[Any] = []
     write = HereEstimator._write
@@ -110,8 +110,9 @@ def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
     assert len(written) == 3, "two folds, and all rows for the best"
     assert max(model.avgMetrics) == max(model.avgMetrics[2:]) > 0.9, "more epochs are better"
     assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9
+    assert sum(fold.rows() for fold in written[:2]) == written[2].rows(), "no fold gets rows of the name"
     left = [dataset for dataset in written if dataset.store.exists("manifest.json")]
-    assert left == [], "the folds are random, nobody finds them again"
+    assert left == written[2:], "the rows of the name stay"
 
 
 def test_a_train_validation_split_gives_its_best_model(digits: Any) -> None:
@@ -170,9 +171,7 @@ def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: An
             assert made.training.dataset.rows("validation") == df.where("half").count()
 
 
-def test_a_second_fit_finds_the_rows_and_dataset_id_and_keep_dataset_make_them_last(
-    digits: Any, tmp_path: Path
-) -> None:
+def test_rows_outlive_their_fit_with_dataset_id_or_keep_dataset_only(digits: Any, tmp_path: Path) -> None:
     df = digits[0].withColumn("label", F.substring("digit", 7, 1).cast("double"))
 
     def written(**changes: Any) -> Any:
@@ -180,12 +179,11 @@ def test_a_second_fit_finds_the_rows_and_dataset_id_and_keep_dataset_make_them_l
         made.fit(df)
         return made.training.dataset.store
 
-    first = written()
-    manifest = first.read_bytes("manifest.json")
-    assert written().url == first.url
-    assert first.read_bytes("manifest.json") == manifest
-    named, kept = written(dataset_id="digits"), written(keep_dataset=True, seed=9, validation=0.5)
+    first, named, kept = written(), written(dataset_id="digits"), written(keep_dataset=True)
     assert named.url.endswith("digits")
+    manifest = named.read_bytes("manifest.json")
+    assert written(dataset_id="digits").url == named.url
+    assert named.read_bytes("manifest.json") == manifest
     delete_temporary()  # what happens when the process ends
     assert [store.exists("manifest.json") for store in (first, named, kept)] == [False, True, True]
 

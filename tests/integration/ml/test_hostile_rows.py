@@ -84,7 +84,7 @@ def files(store: Path) -> set[Path]:
 
 
 def refused(fit: Callable[[], Any], complaint: str, store: Path, kind: type[UsageError] = DataError) -> None:
-    """Check that it raises a clear error, and leaves nothing in the store that a later fit could take for a dataset."""
+    """Check that it raises a clear error, and leaves no dataset in the store."""
     before = files(store)
     with pytest.raises(kind) as caught:
         fit()
@@ -214,7 +214,6 @@ def test_table_that_is_damaged_or_gone_is_reported(spark: Any, store: Path, tmp_
 def test_rows_that_do_not_fit_the_model_are_refused_before_a_worker_starts(
     here: ModuleType, spark: Any, store: Path, name: str, sql: str, settings: dict[str, Any], complaint: str
 ) -> None:
-    """The rows are right, and stay for a fit with another model."""
     made = estimator(here, store, **settings)
     with pytest.raises(DataError, match="cannot deal with the first 4 rows") as caught:
         made.fit(rows(spark).withColumn(name, F.expr(sql)))
@@ -245,7 +244,7 @@ def test_unusual_columns_are_trained_on_with_their_values(here: ModuleType, spar
     frame = rows(spark)
     expressions = {**{name: name for name in frame.columns}, **columns}
     frame = frame.select(*(F.expr(sql).alias(name) for name, sql in expressions.items()))
-    made = estimator(here, store, **settings)
+    made = estimator(here, store, **settings, keep_dataset=True)
     assert made.fit(frame).history[0]["rows"] == ROWS
     features, labels = read_back(made)
     number = np.arange(ROWS)
@@ -267,7 +266,7 @@ def test_few_rows_and_partitions_without_rows_are_trained_on(here: ModuleType, s
 
 
 def test_rows_that_differ_at_each_try_are_those_of_one_try(here: ModuleType, spark: Any, store: Path) -> None:
-    """Features, label and split of a row come from the same evaluation, and no later fit finds such rows again."""
+    """Features, label and split of a row come from the same evaluation, and nothing is left in the end."""
     drawn = F.udf(lambda a: random.random(), "float").asNondeterministic()
     before = files(store)
     table = rows(spark).withColumn("a", drawn("a")).withColumn("b", F.rand()).withColumn("v", F.rand() < 0.5)
@@ -326,7 +325,7 @@ def test_source_that_changed_between_fits_is_written_again_and_its_checkpoints_a
     again = estimator(here, store, **given, epochs=2)
     with pytest.raises(CheckpointError, match=r"run_id='one' has checkpoints of other rows.*resume=False"):
         again.fit(spark.read.parquet(path))
-    anew = estimator(here, store, **given, resume=False)
+    anew = estimator(here, store, **given, resume=False, keep_dataset=True)
     anew.fit(spark.read.parquet(path))
     assert sorted(read_back(anew)[0][:, 0].tolist()) == list(range(1, ROWS + 1))
 

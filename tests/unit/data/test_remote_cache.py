@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_elastic.data import block_file, remote_cache
+from spark_elastic.data import remote_cache
 from spark_elastic.data import rows as mapping
-from spark_elastic.data.block_file import BLOCK
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
@@ -58,17 +60,21 @@ class Far(fsspec_local.LocalFileSystem):
 
 def remote(folder):
     far = Far()
-    return far, Dataset.open(Store.of(far, str(folder)))
+    dataset = Dataset.open(Store.of(far, str(folder)))
+    far.read_bytes = 0
+    return far, dataset
 
 
-def opened(dataset, cache, limit=None):
+def opened(dataset, cache, limit=None, least=0):
     shards = dataset.manifest.splits["train"]
     numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
-    return CachedSplit(dataset.store, dataset.manifest, "train", numbering, dataset.layout.has_sidecar, cache, limit)
+    return CachedSplit(
+        dataset.store, dataset.manifest, "train", numbering, dataset.layout.has_sidecar, cache, limit, least
+    )
 
 
 def cached_bytes(folder):
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.data"))
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
 def test_remote_dataset_is_read_like_a_local_one_and_fetched_once(tmp_path):
@@ -79,8 +85,7 @@ def test_remote_dataset_is_read_like_a_local_one_and_fetched_once(tmp_path):
         with local.reader(**options) as near, dataset.reader(cache_dir=tmp_path / "cache", **options) as reader:
             for epoch in (0, 1):
                 assert labels(near.epoch(epoch)) == labels(reader.epoch(epoch))
-    nbytes = dataset.manifest.nbytes("train")
-    assert nbytes <= far.read_bytes < 1.2 * nbytes + 3 * BLOCK
+    assert far.read_bytes == dataset.manifest.nbytes("train")
 
 
 def test_sidecars_are_fetched_with_the_rows_that_refer_to_them(tmp_path):
@@ -109,91 +114,157 @@ def test_fetched_sidecars_are_read_without_a_mapped_range(tmp_path, monkeypatch)
                 assert (batch["sparse"] == sparse[batch["id"]]).all()
 
 
-def test_cache_keeps_its_limit_and_rows_stay_correct(tmp_path):
-    rows = 400_000
-    dataset_there = pack(
-        {"label": np.arange(rows), "pad": np.zeros((rows, 30), np.float32)}, tmp_path / "set", shards=2
-    )
-    nbytes = dataset_there.manifest.nbytes("train")
+@pytest.mark.parametrize("options", [{"order": "lanes"}, {"order": "global"}, {"order": "auto"}])
+def test_cache_that_cannot_hold_a_shuffle_is_refused_with_the_least(tmp_path, options):
+    numbered(tmp_path / "set", [5000, 70_000, 3])
     _, dataset = remote(tmp_path / "set")
-    limit = nbytes // 2
-    settings = WindowSettings(16, 512, 1500)
-    options = {"batch_size": 4096, "order": "lanes", "lanes": settings}
-    with dataset.reader(cache_dir=tmp_path / "cache", cache_bytes=limit, **options) as reader:
-        found = np.concatenate([batch["label"] for batch in reader.epoch(0)])
-    assert (np.sort(found) == np.arange(rows)).all()
-    assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
-    with pytest.raises(InvalidSettingsError, match="cannot hold"):
-        dataset.reader(batch_size=10, order="global", cache_bytes=limit)
-    with dataset.reader(batch_size=4096, shuffle=False, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
-        assert [row for batch in labels(reader.epoch(0)) for row in batch] == list(range(rows))
-    assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
-    with dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
-        assert reader.order == "lanes"
+    least = 122_880 + 1_683_456 + 4096  # 24 bytes a row, in whole blocks of the disk
+    with pytest.raises(InvalidSettingsError, match=rf"a cache of {least - 1} bytes .* at least {least} "):
+        dataset.reader(batch_size=10, cache_bytes=least - 1, cache_dir=tmp_path / "cache", **options)
+    with dataset.reader(batch_size=500, cache_bytes=least, cache_dir=tmp_path / "cache", **options) as reader:
+        assert sorted(row for batch in labels(reader.epoch(0)) for row in batch) == list(range(75_003))
+    assert cached_bytes(tmp_path / "cache") <= least
 
 
-def test_default_limit_leaves_free_disk(tmp_path, monkeypatch):
-    pack({"x": np.zeros((1200, 10_000), np.float32)}, tmp_path / "set")
+def test_cache_keeps_its_limit_as_shards_come_and_go(tmp_path):
+    """Rows in the order of the files need a few shards at a time; those that were used make room for the next ones."""
+    rows = 20 * 4096
+    values = {"label": np.arange(rows), "pad": np.zeros((rows, 254), np.float32)}
+    pack(values, tmp_path / "set", shards=20)  # 4 MiB each
+    far, dataset = remote(tmp_path / "set")
+    options = {"batch_size": 4096, "shuffle": False, "cache_dir": tmp_path / "cache"}
+    with pytest.raises(InvalidSettingsError, match="at least") as refused:
+        dataset.reader(cache_bytes=1, **options)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    assert least < 12 << 22
+    most = 0
+    with dataset.reader(cache_bytes=least, **options) as reader:
+        for epoch in range(2):
+            for number, batch in enumerate(reader.epoch(epoch)):
+                assert batch["label"].tolist() == list(range(number * 4096, (number + 1) * 4096))
+                most = max(most, cached_bytes(tmp_path / "cache"))
+    assert least / 2 < most <= least
+    assert far.read_bytes > dataset.manifest.nbytes("train"), "the second epoch fetches again what was deleted"
+
+
+def test_shard_in_use_is_not_deleted_and_the_reader_says_what_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_cache, "ROOM_TIMEOUT_S", 0.0)
+    numbered(tmp_path / "set", [1024, 1024])  # 24 KiB each
     _, dataset = remote(tmp_path / "set")
-    free = shutil.disk_usage(tmp_path)._replace(free=16 << 20)
+    first, second = (opened(dataset, tmp_path / "cache", 40_000) for _ in range(2))
+    held = first.request([(0, 1)])
+    first.wait(held, Future())
+    other = second.request([(1024, 1025)])
+    with pytest.raises(StoreError, match=r"limit of 40000 bytes; .* use 24576, .* 24576 does not fit .* least 49152"):
+        second.wait(other, Future())
+    second.release(other)
+    first.release(held)
+    other = second.request([(1024, 1025)])
+    second.wait(other, Future())
+    assert len(list((tmp_path / "cache").glob("*.shard"))) == 1
+    first.close()
+    second.close()
+
+
+def test_disk_without_room_for_the_shards_is_named_at_the_start(tmp_path, monkeypatch):
+    numbered(tmp_path / "set", [40_000])
+    _, dataset = remote(tmp_path / "set")
+    free = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    split = opened(dataset, tmp_path / "cache")
-    for start in range(0, 1200, 100):
-        wanted = split.request([(start, start + 100)])
-        split.wait(wanted, Future())
-        split.release(wanted)
-    split.make_room()
-    assert 0 < cached_bytes(tmp_path / "cache") < 16 << 20
+    with pytest.raises(StoreError, match=r"has room for 80000 bytes, and the shards of 'train' .* have 962560"):
+        dataset.reader(batch_size=10, cache_dir=tmp_path / "cache")
+
+
+def test_shards_unread_for_days_are_deleted_unless_held(tmp_path):
+    cache = tmp_path / "cache"
+    numbered(tmp_path / "set", [1024, 1024, 1024])
+    _, dataset = remote(tmp_path / "set")
+    split = opened(dataset, cache)
+    for rows, keep in (((0, 1), False), ((1024, 1025), True), ((2048, 2049), False)):
+        request = split.request([rows])
+        split.wait(request, Future())
+        if not keep:
+            split.release(request)
+    old, read, _ = (files[0].path for files in split._files)
+    notes = cache / "notes.shard"
+    notes.touch()
+    dead = old.with_suffix(".partial")
+    dead.write_bytes(b"of a process that was killed")
+    for path in (old, read, notes, dead):
+        os.utime(path, (0, path.stat().st_mtime))
+    opened(dataset, cache).close()
+    assert not old.exists()
+    assert not dead.exists()
+    assert len(list(cache.glob("*.shard"))) == 3
     split.close()
 
 
-def test_only_datasets_unread_for_days_are_removed_from_the_cache(tmp_path):
-    cache = tmp_path / "cache"
-    folders = {}
-    for name, rows in (("old", 10), ("read", 20), ("new", 30)):
-        numbered(tmp_path / name, [rows])
-        before = set(cache.glob("*"))
-        split = opened(remote(tmp_path / name)[1], cache)
-        (folders[name],) = set(cache.glob("*")) - before
-        if name != "read":
-            split.close()
-    foreign, notes = cache / ("f" * 24), cache / "notes"
-    for folder, file in ((foreign, "mine.txt"), (notes, "a.data")):
-        folder.mkdir()
-        (folder / file).touch()
-        (folder / "lock").touch()
-    for folder in (folders["old"], folders["read"], foreign, notes):
-        os.utime(folder / "lock", (0, 0))
-    numbered(tmp_path / "other", [40])
-    opened(remote(tmp_path / "other")[1], cache).close()
-    assert not folders["old"].exists()
-    assert len(list(folders["read"].glob("*.data"))) == len(list(folders["new"].glob("*.data"))) == 1
-    assert (foreign / "mine.txt").exists()
-    assert (notes / "a.data").exists()
-
-
-def test_first_batch_fetches_a_few_parts_only(tmp_path):
-    pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set")
+def test_first_batch_in_the_order_of_the_files_fetches_a_few_shards_only(tmp_path):
+    pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set", shards=10)
     far, dataset = remote(tmp_path / "set")
     with dataset.reader(batch_size=4, shuffle=False, prefetch=0, cache_dir=tmp_path / "cache") as reader:
         assert next(reader.epoch(0)).rows == 4
-    assert far.read_bytes < dataset.manifest.nbytes("train") // 2
+    assert far.read_bytes < dataset.manifest.nbytes("train") * 0.6
 
 
-def test_damaged_block_is_fetched_again(tmp_path):
+@pytest.mark.parametrize("damage", ["written", "cut off", "partial"])
+def test_damaged_copy_is_fetched_again(tmp_path, damage):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
     options = {"batch_size": 1000, "cache_dir": tmp_path / "cache"}
     with dataset.reader(**options) as reader:
         expected = labels(reader.epoch(0))
-    before = far.read_bytes
-    (copy,) = (tmp_path / "cache").glob("*/*.data")
+    (copy,) = (tmp_path / "cache").glob("*.shard")
     with copy.open("r+b") as file:
-        file.seek(3 * BLOCK + 77)
+        if damage == "cut off":
+            file.truncate(500_000)
+        file.seek(123_456)
         file.write(b"damaged")
+    if damage == "partial":  # its process was killed
+        copy.rename(copy.with_suffix(".partial"))
+    before = far.read_bytes
     with dataset.reader(**options) as reader:
         assert labels(reader.epoch(0)) == expected
-    assert far.read_bytes == before + BLOCK
+    assert far.read_bytes == 2 * before
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_damage_in_rows_that_a_rank_does_not_read_is_refused_by_it_too(tmp_path):
+    numbered(tmp_path / "set", [40_000])
+    with (tmp_path / "set" / "0.rows").open("r+b") as file:
+        file.seek(24 * 20_000)
+        file.write(b"another")
+    _, dataset = remote(tmp_path / "set")
+    windows = WindowSettings(4, 50, 200)
+    for rank in range(4):
+        options = {"rank": rank, "size": 4, "order": "lanes", "lanes": windows, "cache_dir": tmp_path / str(rank)}
+        with (
+            dataset.reader(batch_size=8, **options) as reader,
+            pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
+        ):
+            next(reader.epoch(0))
+        assert [path.name for path in (tmp_path / str(rank)).iterdir()] == ["lock"], "nothing of it is kept"
+
+
+READ = """
+import sys
+from tests.unit.data.test_remote_cache import remote
+far, dataset = remote(sys.argv[1])
+with dataset.reader(batch_size=1000, cache_dir=sys.argv[2], cache_bytes=int(sys.argv[3])) as reader:
+    rows = sorted(row for batch in reader.epoch(0) for row in batch["label"].tolist())
+print(rows == list(range(200_000)), far.read_bytes)
+"""
+
+
+def test_processes_of_a_host_fetch_each_shard_once(tmp_path):
+    dataset = numbered(tmp_path / "set", [50_000] * 4)
+    limit = 4 * remote_cache.disk_bytes(50_000 * 24)
+    command = [sys.executable, "-c", READ, str(tmp_path / "set"), str(tmp_path / "cache"), str(limit)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [each.communicate(timeout=60)[0].split() for each in running]
+    assert [right for right, _ in said] == ["True"] * 3
+    assert sum(int(nbytes) for _, nbytes in said) == dataset.manifest.nbytes("train")
+    assert cached_bytes(tmp_path / "cache") <= limit
 
 
 @pytest.mark.parametrize("options", [{"order": "global"}, {"order": "lanes"}, {"shuffle": False}])
@@ -219,7 +290,8 @@ def test_missing_remote_file_is_a_store_error(tmp_path, order):
     with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
         with pytest.raises(StoreError, match=r"0\.rows cannot be read"):
             next(reader.epoch(0))
-        assert len(before.threads()) <= remote_cache._FETCHERS + 2  # with the reader's own and the order's
+        # with the reader's own and the order's
+        assert len(before.threads()) <= remote_cache._FETCHERS + remote_cache._SHARDS + 2
 
 
 def test_dropped_connection_is_retried_with_a_new_handle(tmp_path):
@@ -310,39 +382,3 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
             with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
                 next(reader.epoch(0))
                 assert before.threads()
-
-
-def test_making_room_ignores_files_that_are_being_created(tmp_path):
-    numbered(tmp_path / "set", [400_000])
-    _, dataset = remote(tmp_path / "set")
-    others = tmp_path / "cache" / "other"
-    others.mkdir(parents=True)
-    (others / "empty.data").touch()
-    (others / "without.data").write_bytes(b"x" * 100)
-    (others / "short.data").write_bytes(b"x" * 3 * BLOCK)
-    (others / "short.state").write_bytes(b"x" * 8)
-    before = {path.name: path.read_bytes() for path in others.iterdir()}
-    split = opened(dataset, tmp_path / "cache", 2 << 20)
-    wanted = split.request([(0, 400_000)])
-    split.wait(wanted, Future())
-    split.release(wanted)
-    split.make_room()
-    assert cached_bytes(tmp_path / "cache") <= 2 << 20
-    split.close()
-    assert {path.name: path.read_bytes() for path in others.iterdir()} == before
-
-
-def test_blocks_stay_if_the_filesystem_cannot_punch_holes(tmp_path, monkeypatch, caplog):
-    numbered(tmp_path / "set", [40_000])
-    far, dataset = remote(tmp_path / "set")
-    split = opened(dataset, tmp_path / "cache", 100_000)
-    for _ in range(2):
-        wanted = split.request([(0, 40_000)])
-        split.wait(wanted, Future())
-        split.release(wanted)
-        before = far.read_bytes
-        monkeypatch.setattr(block_file, "_punch", lambda *args: False)  # a filesystem without holes
-        split.make_room()
-    assert far.read_bytes == before
-    assert caplog.text.count("cannot be made smaller") == 1
-    split.close()

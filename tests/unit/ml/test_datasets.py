@@ -1,12 +1,14 @@
-"""The end of a fit: cleaning up rows never raises, so that no trained model is lost."""
+"""The datasets of fits: they are shared and deleted, and no error of the storage loses a trained model."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 
-from spark_elastic.ml.datasets import give_back, remove_unless_used
+from spark_elastic.data.catalog import delete_unless_used, mark_used
+from spark_elastic.data.dataset import pack
+from spark_elastic.data.store import Store
+from spark_elastic.ml.datasets import SharedDatasets
 
 
 class Away:
@@ -18,8 +20,24 @@ class Away:
         raise RuntimeError("HTTP 503")
 
 
-@pytest.mark.parametrize("end", [give_back, remove_unless_used])
-def test_unreachable_store_is_logged_and_raises_nothing(end, caplog, monkeypatch):
-    monkeypatch.setenv("SPARK_ELASTIC_ROWS_LIMIT", "rubbish")
-    end(SimpleNamespace(store=Away()))
-    assert "s3://away/set" in caplog.text
+def test_unreachable_store_is_logged_and_raises_nothing(caplog):
+    delete_unless_used(Away())
+    assert "s3://away/set could not be deleted: HTTP 503" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_fits_of_one_call_share_rows_until_the_last_is_done(tmp_path, keep):
+    shared, written = SharedDatasets(fits=3), []
+
+    def write():
+        written.append(pack({"x": np.arange(3)}, Store.create(tmp_path / str(len(written)))))
+        mark_used(written[-1].store, keep)
+        return written[-1]
+
+    found = []
+    for settings in ("a", "b", "a"):
+        found.append(shared.get(settings, write))
+        assert all(each.store.exists() for each in found)
+        shared.done()
+    assert found == [written[0], written[1], written[0]]
+    assert [each.store.exists() for each in written] == [keep, keep]

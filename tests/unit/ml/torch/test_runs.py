@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from pyspark.sql.types import ArrayType, FloatType, LongType, StructField, StructType
 
 from spark_elastic.data.catalog import is_leased
-from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.ml.run_folder import collect_runs, transient_run
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
+from tests.unit.ml.torch.estimators import estimator, make_set, weights_of
 
 DAY = 86_400.0
 
@@ -46,7 +44,7 @@ def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Pat
         for path in tmp_path.rglob("*"):
             if young not in str(path):
                 os.utime(path, (time.time() - 2 * DAY,) * 2)
-        assert collect_runs(runs, time.time()) == [old]
+        assert collect_runs(runs) == [old]
         assert running.exists()
     assert not running.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([young, strange, "named"])
@@ -56,46 +54,17 @@ def test_existing_dataset_is_leased_during_a_fit(tmp_path: Path) -> None:
     dataset = make_set(tmp_path)
 
     def leased_now(optimizer: Any) -> Any:
-        assert is_leased(Store.create(tmp_path), time.time())
+        assert is_leased(Store.create(tmp_path))
         return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     estimator(lr_scheduler=leased_now, epochs=1).from_dataset_path(dataset)
-    assert not is_leased(Store.create(tmp_path), time.time())
+    assert not is_leased(Store.create(tmp_path))
 
 
 def test_dataset_on_read_only_storage_is_read(tmp_path: Path) -> None:
     dataset = make_set(tmp_path)
     (tmp_path / "leases").write_text("a file where the folder of the leases would be")
     assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1
-
-
-class Frame:
-    """The part of a DataFrame that a fit uses before and after its rows are written."""
-
-    sparkSession = None
-    isStreaming = False
-    schema = StructType([StructField("x", ArrayType(FloatType())), StructField("y", LongType())])
-
-
-class Writes(HereEstimator):
-    """Another process removes the dataset before this one has leased it."""
-
-    written = 0
-
-    def _write(self, dataset: Any, tensors: Any) -> Dataset:
-        self.written += 1
-        made = make_set(Path(self.getOrDefault("store")) / "set")
-        if self.written == 1:
-            made.delete()
-        return made
-
-
-def test_dataset_removed_before_its_lease_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: None)
-    columns: dict[str, Any] = {"feature_cols": ["x"], "label_cols": ["y"], "keep_dataset": True}
-    made = Writes(**settings(epochs=1, store=str(tmp_path), **columns))
-    assert len(made.fit(Frame()).history) == 1
-    assert made.written == 2
 
 
 class Elsewhere:

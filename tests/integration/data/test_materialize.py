@@ -1,0 +1,246 @@
+"""Rows are written by each call, unless a dataset_id finds them; what is written, what is deleted, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from pyspark.sql import functions as F
+
+from spark_elastic.data import catalog
+from spark_elastic.data.catalog import DATASETS, clear_cache, delete_temporary
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.materialization import materialize
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DatasetError
+from tests.integration.data.conftest import Rows
+from tests.integration.processes import wait_until
+
+ROOT = Path(__file__).resolve().parents[3]
+X = {"x": "x"}
+
+
+@pytest.fixture(scope="module")
+def table(spark, tmp_path_factory):
+    """A Parquet table of 100 rows: x, v."""
+    path = str(tmp_path_factory.mktemp("table") / "t")
+    spark.range(0, 100, 1, 2).select(F.col("id").alias("x"), (F.col("id") % 5 == 0).alias("v")).write.parquet(path)
+    return path
+
+
+def test_rows_are_written_again_where_the_plan_cannot_show_a_change(spark, store, tmp_path):
+    """Behind an RDD, mapInPandas or a UDF, Spark reads a file that its plan does not name."""
+    file = tmp_path / "slope"
+
+    def slope(_=None):
+        return int(file.read_text())
+
+    def pandas(frames):
+        for frame in frames:
+            yield frame * slope()
+
+    frames = [
+        spark.createDataFrame(spark.sparkContext.parallelize([1], 1).map(lambda x: (x * slope(),)), "x long"),
+        spark.range(1, 2).select(F.udf(slope, "long")("id").alias("x")),
+        spark.range(1, 2).mapInPandas(pandas, "id long").withColumnRenamed("id", "x"),
+    ]
+    for value in (2, -3):
+        file.write_text(str(value))
+        assert [Rows(materialize(frame, X, store=store))["x"].tolist() for frame in frames] == [[value]] * 3
+
+
+def test_dataset_id_finds_the_dataset_even_if_the_query_changed(spark, store):
+    first = materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
+    again = materialize(spark.range(99), {"x": "id"}, store=store, dataset_id="mine")
+    assert again == first
+    assert again.rows() == 10
+
+
+def test_dataset_id_with_other_settings_is_refused(spark, store):
+    materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
+    with pytest.raises(DatasetError, match=r"'mine' .* other settings: validation=None, not 0\.5; choose another"):
+        materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine", validation=0.5)
+
+
+def test_unfinished_dataset_is_written_again(spark, store, table):
+    frame = spark.read.parquet(table)
+    first = materialize(frame, X, store=store, dataset_id="mine")
+    first.store.delete(MANIFEST_NAME)
+    second = materialize(frame, X, store=store, dataset_id="mine")
+    assert second.rows() == 100
+    assert {shard.file for shard in second.manifest.splits["train"]}.isdisjoint(
+        shard.file for shard in first.manifest.splits["train"]
+    )
+
+
+def test_damaged_dataset_of_a_name_is_refused(spark, store, table):
+    frame = spark.read.parquet(table)
+    dataset = materialize(frame, X, store=store, dataset_id="mine")
+    file = dataset.manifest.splits["train"][0].file
+    dataset.store.write_bytes(file, dataset.store.read_bytes(file)[:-8])
+    with pytest.raises(DatasetError, match="the dataset is damaged"):
+        materialize(frame, X, store=store, dataset_id="mine")
+
+
+def test_dataset_not_synced_to_the_disk_is_verified(spark, store, table, monkeypatch):
+    frame = spark.read.parquet(table)
+    named = {"dataset_id": "passing", "keep": False}
+    dataset = materialize(frame, X, store=store, **named)
+    for shard in dataset.manifest.splits["train"]:
+        dataset.store.write_bytes(shard.file, bytes(shard.nbytes))  # as after a power cut
+    monkeypatch.setattr(catalog, "_temporary", {})  # another process looks
+    with pytest.raises(DatasetError, match="the dataset is damaged"):
+        materialize(frame, X, store=store, **named)
+
+
+def test_remote_store_can_be_used(spark, table, tmp_path):
+    """A store like an object store, opened by its own filesystem; the tasks see it too."""
+    remote = fsspec.filesystem("dir", path=str(tmp_path), target_protocol="file")
+    store = Store.of(remote, "far/away")
+    assert not store.is_local
+    tensors = {"x": "x", "text": "text"}
+    frame = spark.read.parquet(table).withColumn("text", F.hex("x"))
+    named = {"dataset_id": "passing", "keep": False, "validation": "v"}
+    dataset = materialize(frame, tensors, store=store, **named)
+    assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
+    assert sorted(Rows(dataset)["text"]) == sorted(b"%X" % x for x in range(100) if x % 5)
+    assert materialize(frame, tensors, store=store, **named).manifest == dataset.manifest
+    dataset.verify()
+    delete_temporary()
+    assert store.list(DATASETS) == []
+
+
+def test_session_settings_are_restored(spark, store):
+    name = "spark.sql.execution.arrow.maxBytesPerBatch"
+    is_set = lambda: spark._jsparkSession.sessionState().conf().contains(name)  # noqa: E731
+    frame = spark.range(5).select(F.array("id").alias("x"))
+    materialize(frame, X, store=store)
+    assert not is_set()
+    spark.conf.set(name, "5000000")
+    try:
+        materialize(frame, X, store=store)
+        assert spark.conf.get(name).rstrip("b") == "5000000"
+    finally:
+        spark.conf.unset(name)
+
+
+def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
+    started, over = tmp_path / "started", tmp_path / "over"
+
+    @F.udf("long")
+    def holds(x):
+        started.touch()
+        wait_until(over.exists, 60, "the test is over")
+        return x
+
+    def interrupt():
+        wait_until(started.exists, 60, "a task runs")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        materialize(spark.range(2).select(holds("id").alias("x")), X, store=store)
+    thread.join()
+    tracker = spark.sparkContext.statusTracker()
+    wait_until(lambda: not tracker.getActiveJobsIds(), 20, "no job runs")
+    over.touch()
+    assert [entry for entry in store.list(recursive=True) if not entry.is_dir] == []
+    assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session still works
+
+
+def test_concurrent_fits_on_one_dataset_id_write_once(spark, store, table):
+    frame, found = spark.read.parquet(table), []
+    threads = [
+        threading.Thread(target=lambda: found.append(materialize(frame, X, store=store, dataset_id="mine").manifest))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [found[0]] * 4
+
+
+def test_one_of_two_concurrent_writers_commits_and_both_read_it(spark, store, table):
+    """The other process is simulated by a dataset that is committed while ours is being written."""
+    frame = spark.read.parquet(table)
+    theirs = materialize(frame, X, store=store)
+    text = theirs.store.read_bytes(MANIFEST_NAME)
+    theirs.store.delete(MANIFEST_NAME)
+    url = theirs.store.url
+
+    @F.udf("long")
+    def commit_meanwhile(x):
+        from spark_elastic.data.store import Store
+
+        Store.create(url).write_bytes(MANIFEST_NAME, text)
+        return x
+
+    from spark_elastic.data import materialization as module
+
+    request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
+    racing = frame.select(commit_meanwhile("x").alias("x"))
+    ours = module._write(racing, request, theirs.store, False, 0)
+    assert ours.manifest == theirs.manifest
+    runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
+    assert len(runs) == 1  # the slower write left nothing
+
+
+def test_datasets_are_deleted_at_exit_unless_kept(spark, store, table):
+    frame = spark.read.parquet(table)
+    gone = materialize(frame, X, store=store)
+    kept = [
+        materialize(frame.limit(5), X, store=store, keep=True),
+        materialize(frame, X, store=store, dataset_id="mine"),
+    ]
+    passing = materialize(frame, X, store=store, dataset_id="passing", keep=False)
+    delete_temporary()
+    assert not gone.store.exists()
+    assert not passing.store.exists()
+    assert [Dataset.open(dataset.store) for dataset in kept] == kept
+
+
+def test_dataset_that_another_fit_reads_stays(spark, store, table):
+    dataset = materialize(spark.read.parquet(table), X, store=store)
+    with dataset.lease():
+        delete_temporary()
+        assert clear_cache(store) == []
+        assert Dataset.open(dataset.store) == dataset
+    assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
+    assert store.list(DATASETS) == []
+
+
+def test_validation_share_is_drawn_by_the_seed(spark, store):
+    frame = spark.range(0, 20_000, 1, 4)
+    sets = [materialize(frame, {"x": "id"}, store=store, validation=0.1, seed=seed) for seed in (0, 0, 1)]
+    drawn = []
+    for dataset in sets:
+        train, aside = Rows(dataset)["x"], Rows(dataset, "validation")["x"]
+        assert sorted([*train, *aside]) == list(range(20_000))
+        assert abs(len(aside) / 2_000 - 1) < 0.1
+        assert abs(np.corrcoef(np.sort(aside), np.arange(len(aside)))[0, 1]) > 0.999  # spread evenly over all rows
+        drawn.append(set(aside))
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0] & drawn[2]) < 400
+
+
+def test_validation_rows_can_be_chosen_by_a_column(spark, store, table):
+    dataset = materialize(spark.read.parquet(table), X, store=store, validation="v")
+    assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
+    assert sorted(Rows(dataset)["x"]) == [x for x in range(100) if x % 5]
+
+
+def test_rows_can_be_shuffled_by_spark_first(spark, store):
+    frame = spark.range(0, 10_000, 1, 4)
+    stored = Rows(materialize(frame, {"x": "id"}, store=store, pre_shuffle="spark"))["x"]
+    assert sorted(stored) == list(range(10_000))
+    assert abs(np.corrcoef(stored, np.arange(10_000))[0, 1]) < 0.05
+    neighbours = np.abs(np.diff(stored.astype(np.int64)))
+    assert abs(neighbours.mean() / (10_000 / 3) - 1) < 0.05  # as in a random order
