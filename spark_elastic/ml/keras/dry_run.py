@@ -96,6 +96,8 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     """
     batch = first_rows(training, _ROWS_OF_MEANS)
     shares, graphs, rows = ready.shares, ready.graphs, batch.rows
+    if rows < 2:
+        return
     if shares.scalars and WEIGHT in ready.feeder.names:
         name = _names_of_terms(ready)[min(shares.scalars)]
         raise InvalidSettingsError(
@@ -126,9 +128,10 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
         wholes = np.stack([mean([0, rows]) for _ in range(_DRAWS)])
         divided = np.stack([mean([0, rows // 3 or 1, rows]) for _ in range(_DRAWS)])
-    scale = np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0))
+    scale = np.maximum(np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0)), 1e-3)  # sums of what cancels out
+    rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 1e-3
     apart = np.abs(wholes.mean(0) - divided.mean(0))
-    within = apart <= 1e-3 * scale + np.ptp(wholes, 0) + np.ptp(divided, 0)
+    within = apart <= rounding * scale + np.ptp(wholes, 0) + np.ptp(divided, 0)
     wrong = ~within & np.isfinite(wholes).all(0)  # a part may be NaN
     for at, name in enumerate(names):
         if wrong[at]:

@@ -167,6 +167,13 @@ def _count(factors: Sequence[Any], values: Any) -> Any:
     return keras.ops.sum(product)
 
 
+def variables_of_losses(model: Any) -> list[Any]:
+    """Return the variables that the losses of a model have as attributes: a count of steps, and the like."""
+    flat = getattr(model._compile_loss, "_flat_losses", None) or []
+    values = (value for each in flat for value in vars(each.loss._loss or each.loss).values())
+    return list({id(each): each for each in values if isinstance(each, keras.Variable)}.values())
+
+
 def number_terms(model: Any, shares: Shares) -> None:
     """Give each loss of each output its own `LossTerm`, once the model's losses are built."""
     flat = getattr(model._compile_loss, "_flat_losses", None) or []

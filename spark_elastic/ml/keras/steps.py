@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
-from spark_elastic.ml.keras.objective import Shares
+from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.gradients import GradientReducer
 
@@ -105,7 +105,7 @@ class StepGraphs:
     """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
     Attributes:
-        buffers: the variables that a forward pass changes: running means and the like.
+        buffers: the variables that a forward pass and the losses change: running means and the like.
         reset: empties the metrics.
         read: returns the sums of the metrics since `reset`, as `KerasMetricAccumulator.read`.
 
@@ -122,7 +122,7 @@ class StepGraphs:
         self._feeder = feeder
         self._metrics = metrics
         self._shares = shares
-        self.buffers = buffers_of(model)
+        self.buffers = [*buffers_of(model), *variables_of_losses(model)]
         self._seeds = seeds_of(model)
         self._before = [tf.Variable(each.value, trainable=False) for each in self.buffers]
         self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
