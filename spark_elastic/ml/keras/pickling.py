@@ -22,8 +22,8 @@ from spark_elastic.ml.keras.training import prefer_backend
 class KerasPickle:
     """A pickled value; each call of `load` returns a new copy.
 
-    A model comes back built, with its weights, and not compiled; a built layer with its weights; optimizers, metrics and
-    losses come back as new ones with the same settings.
+    A model comes back built, with its weights, and not compiled; a built layer with its weights; optimizers, metrics
+    and losses come back as new ones with the same settings.
     """
 
     _file: bytes

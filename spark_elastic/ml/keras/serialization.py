@@ -1,7 +1,7 @@
 """Keras objects as bytes, arrays and plain values, and back.
 
-Five parts: the `.keras` archive of a model; what it leaves out; the weights of a model as arrays; the user's classes and
-functions that a configuration names; configurations that two processes can compare.
+Five parts: the `.keras` archive of a model; what it leaves out; the weights of a model as arrays; the user's classes
+and functions that a configuration names; configurations that two processes can compare.
 """
 
 from __future__ import annotations
