@@ -60,7 +60,8 @@ def _reduced(value: Any) -> Any:
             return NotImplemented
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="backward hook")
-            return _numbered(*value.__reduce_ex__(cloudpickle.DEFAULT_PROTOCOL)[:2], hooks, _set_tensor_hooks)
+            make, arguments, *_ = _own_reduction(value)
+            return _numbered(make, arguments, hooks, _set_tensor_hooks)
     if isinstance(value, torch.optim.Optimizer):
         if type(value).__getstate__ is not torch.optim.Optimizer.__getstate__:
             return NotImplemented
@@ -72,9 +73,13 @@ def _reduced(value: Any) -> Any:
             kind = torch.nn.utils.parametrize.type_before_parametrizations(value)
             return _numbered(copyreg.__newobj__, (kind,), vars(value), _parametrize)  # type: ignore[attr-defined]
         if any(each for name, each in vars(value).items() if name.endswith("_hooks")):
-            made, arguments, *rest = value.__reduce_ex__(cloudpickle.DEFAULT_PROTOCOL)
-            return (*_numbered(made, arguments)[:2], *rest)
+            make, arguments, *rest = _own_reduction(value)
+            return (*_numbered(make, arguments)[:2], *rest)
     return NotImplemented
+
+
+def _own_reduction(value: Any) -> Any:
+    return value.__reduce_ex__(cloudpickle.DEFAULT_PROTOCOL)
 
 
 def _numbered(make: Any, arguments: tuple[Any, ...], state: Any = None, set_state: Any = None) -> tuple[Any, ...]:
@@ -94,13 +99,15 @@ def _made(next_id: int, make: Callable[..., Any], arguments: tuple[Any, ...]) ->
 def _typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped, dtype=dtype, _internal=True
+    )
 
 
 def _untyped_storage(file: bytes) -> Any:
     import torch
 
-    return torch.storage._load_from_bytes(file)._untyped_storage
+    return torch.storage._load_from_bytes(file)._untyped_storage  # type: ignore[no-untyped-call]
 
 
 def _set_tensor_hooks(tensor: Any, hooks: tuple[Any, Any]) -> None:

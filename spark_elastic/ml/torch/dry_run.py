@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,6 +34,8 @@ from spark_elastic.reporting.history import FACTS
 from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
+
+_GLOBAL_HOOKS = re.compile(r"_global_(optimizer_|forward_|backward_)(pre_|post_)?hooks$")
 
 
 def dry_run(
@@ -167,6 +171,13 @@ def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
                 "would not call; make a subclass that overrides it, or use register_step_pre_hook and "
                 "register_step_post_hook"
             )
+    for name in ("torch.nn.modules.module", "torch.optim.optimizer"):
+        for kind, hooks in vars(sys.modules[name]).items():
+            if _GLOBAL_HOOKS.match(kind) and hooks:
+                raise InvalidSettingsError(
+                    f"hooks are registered for all modules or optimizers ({name}.{kind}), and workers would not call "
+                    "them; register them on the model or the optimizer, or remove them before fit"
+                )
     names = ("model", "optimizer", "loss")
     here, there = ({name: getattr(each, name) for name in names} for each in (training, copied))
     if lost := differences(here, there):

@@ -58,8 +58,8 @@ def tensors_of(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, t
 
 def hooks_of(tensor: torch.Tensor) -> tuple[Mapping[int, Callable[..., Any]], Mapping[int, Callable[..., Any]]]:
     """Return the hooks that get a tensor's gradient, and those that get the tensor when it has its gradient."""
-    after = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return tensor._backward_hooks or {}, after or {}  # type: ignore[attr-defined]
+    after = tensor._post_accumulate_grad_hooks
+    return tensor._backward_hooks or {}, after or {}
 
 
 def _tensor_facts(

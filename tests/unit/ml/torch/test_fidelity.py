@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import InvalidSettingsError
@@ -184,6 +185,19 @@ def without_memory() -> dict[str, Any]:
             return super().forward(x) * self.scale
 
     return {"model": Late(6, 3)}
+
+
+@pytest.fixture
+def for_all_optimizers() -> Iterator[None]:
+    handle = register_optimizer_step_post_hook(clamped)
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("for_all_optimizers")
+def test_hooks_of_all_optimizers_are_refused(dataset: Dataset) -> None:
+    with pytest.raises(InvalidSettingsError, match="_global_optimizer_post_hooks"):
+        estimator().from_dataset_path(dataset)
 
 
 @pytest.mark.parametrize(
