@@ -80,6 +80,8 @@ class BackwardReducer:
         """Parameters of which no member has shown a gradient yet. They count as dense until then."""
         self._made_dense: set[int] = set()
         """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
+        self._sparse_in_buckets: set[int] = set()
+        """The parameters of which a sparse gradient was sent as a dense one, because no member had shown one before."""
         self._buckets: list[Bucket] = []
         self._made_for: Any = None
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
@@ -246,6 +248,8 @@ class BackwardReducer:
             bucket.piggyback.copy_(self._scalars)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
+        if self._unseen:
+            self._sparse_in_buckets.update(id(p) for p in bucket.params if p.grad is not None and p.grad.is_sparse)
         self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view  # also for those without one, until `_reduce` knows that no member has one
@@ -358,10 +362,16 @@ class BackwardReducer:
             group.wait(alone)
         for complete in gathered:
             complete()
-        if self._made_dense:
-            for slot in self._slots:
-                if id(slot.param) in self._made_dense and slot.param.grad is not None:
-                    slot.param.grad = slot.param.grad.to_sparse(1)
+        appeared = any(slot.param.grad is not None for slot in self._unseen)  # the same on all members
+        if appeared:
+            (self._made_dense if self.sparse_as_dense else self._sparse).update(self._sparse_in_buckets)
+            self.launched = 0
+            self._agree(group, computed=True)
+            self._sparse_in_buckets.clear()
+        for slot in self._slots if appeared or self._made_dense else ():
+            grad = slot.param.grad
+            if id(slot.param) in self._made_dense | self._sparse and grad is not None and not grad.is_sparse:
+                slot.param.grad = grad.to_sparse(1)
 
     def _gather(self, slot: GradientSlot) -> Callable[[], None]:
         """Start to gather the entries of a sparse gradient; return the function that completes it.

@@ -162,7 +162,7 @@ def DistributedOptimizer(
 
     It is an instance of a subclass of the given optimizer's class and shares its state and parameter groups.
     Gradients are reduced in fused buckets while backward runs; after `step` each `param.grad` is the reduced one.
-    A parameter without a gradient on this rank contributes zeros.
+    A rank without a gradient for a parameter counts as zeros; a parameter of which no rank has one keeps none.
 
     Args:
         optimizer: any torch optimizer.

@@ -167,6 +167,21 @@ def test_custom_loops_reduce_gradients_eagerly_and_in_a_graph():
     assert first[0] == pytest.approx(first[1], rel=1e-4)
 
 
+def test_passes_apply_the_gradients_that_any_of_them_has(alone):
+    plain = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+    variables = [keras.Variable(1.0) for _ in range(3)]
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones(()), keras.ops.ones(()), None], variables)
+        optimizer.apply([keras.ops.ones(()), None, None], variables)
+    wanted = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.1)
+    expected = [keras.Variable(1.0) for _ in range(3)]
+    for _ in range(2):
+        wanted.apply([keras.ops.full((), 2.0), keras.ops.ones(()), None], expected)
+    assert [float(each) for each in variables] == pytest.approx([float(each) for each in expected])
+    assert float(variables[2]) == 1.0
+
+
 def test_a_built_optimizer_keeps_its_state(alone):
     plain = keras.optimizers.Adam(0.1)
     model = model_with(plain)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
+from spark_elastic.collective.reduction import Compressor
 from tests.unit.torch.test_collectives import together
 
 STEPS = 5
@@ -35,7 +38,7 @@ class Case(NamedTuple):
     passes: int = 1
     loose: bool = False
     sparse: bool = False
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -70,8 +73,8 @@ def each_pass_another(step: int, rank: int, size: int) -> str:
     return "abc"[(step + rank) % 2]
 
 
-class Int8(hvd.Compression.none.__mro__[1]):
-    """A user's compressor, which knows the largest value alone; large gradients leave nothing of a 1 beside them."""
+class Coarse(Compressor):
+    """A user's compressor that leaves nothing of a 1."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -172,7 +175,7 @@ def test_parameters_without_a_gradient_are_trained_as_in_one_process(count):
 def of_own_compressor() -> list[Any]:
     hvd.init()
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), compression=Int8, op=hvd.Sum)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), compression=Coarse, op=hvd.Sum)
     ((params[0] + (params[1] if hvd.rank() else 0)) * 1e6).sum().backward()
     optimizer.step()
     return [None if param.grad is None else param.grad.tolist() for param in params]
@@ -230,3 +233,65 @@ def of_passes_without_rows() -> list[Any]:
 
 def test_passes_without_rows_leave_no_gradients():
     assert together(of_passes_without_rows, 2) == [[[0.5, 0.5], None]] * 2
+
+
+def tables(ranks: Sequence[int], make: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """Train two tables, of which the second one is first used in the second step, by one rank."""
+    torch.manual_seed(0)
+    first, second = (torch.nn.Embedding(5, 2, sparse=True).double() for _ in range(2))
+    optimizer = make(torch.optim.SparseAdam([first.weight, second.weight], lr=0.1))  # which refuses dense gradients
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = first(torch.tensor([rank, step])).square().sum()
+            if step and rank == 1:
+                loss = loss + second(torch.tensor([step, 0])).square().sum()
+            loss.backward()
+        optimizer.step()
+    return [first.weight.detach(), second.weight.detach()]
+
+
+def of_tables() -> list[bool]:
+    hvd.init()
+    found = []
+    for dense in (False, True):
+        make = partial(hvd.DistributedOptimizer, op=hvd.Sum, sparse_as_dense=dense)
+        ours = tables([hvd.rank()], make)
+        theirs = tables(range(hvd.size()), lambda plain: plain)
+        found += [torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True)]
+    return found
+
+
+def test_sparse_gradients_may_appear_in_a_later_step():
+    assert together(of_tables, 2) == [[True] * 4] * 2
+
+
+def normalised(kind: Any, ranks: Sequence[int], make: Callable[[Any], Any]) -> torch.Tensor:
+    """Train a head of more than one bucket, behind batch normalisation, which rank 0 alone uses."""
+    torch.manual_seed(0)
+    enter, norm, head = torch.nn.Linear(3, 600), kind(600), torch.nn.Linear(600, 600)
+    model = torch.nn.ModuleList([enter, norm, head]).double()
+    optimizer = make(torch.optim.SGD(model.parameters(), lr=1e-5))
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = torch.cat(
+            [torch.randn(4, 3, generator=torch.Generator().manual_seed(9 * step + each)) for each in ranks]
+        )
+        hidden = norm(enter(rows.double()))
+        loss = hidden.pow(3).sum()
+        if step == 0 or 0 in ranks:
+            loss = loss + head(hidden if step == 0 else hidden[:4]).square().sum()
+        loss.backward()
+        optimizer.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def with_statistics() -> bool:
+    hvd.init()
+    ours = normalised(hvd.SyncBatchNorm, [hvd.rank()], partial(hvd.DistributedOptimizer, op=hvd.Sum))
+    theirs = normalised(torch.nn.BatchNorm1d, range(hvd.size()), lambda plain: plain)
+    return torch.allclose(ours, theirs)
+
+
+def test_gradients_wait_for_the_statistics_that_all_ranks_take():
+    assert together(with_statistics, 2) == [True, True]
