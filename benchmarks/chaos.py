@@ -47,7 +47,7 @@ import spark_elastic
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration import clusters, network
 from tests.integration.local import random_kills
-from tests.integration.processes import GONE_S, assert_gone, children, command_line, wait_until
+from tests.integration.processes import GONE_S, assert_gone, our_processes, wait_until
 from tests.integration.spark import training
 from tests.integration.spark.diary import Diary, Entry
 from tests.integration.spark.fits import Fit, Framework
@@ -237,13 +237,8 @@ def left_behind(cluster: Any, before: Before, files: set[str], *, with_spark: bo
         with_spark: Leave out the descriptors, because Spark runs in this process and opens its own.
     """
     problems = []
-    ours = lambda: {  # noqa: E731
-        pid: line
-        for pid in children(os.getpid())
-        if "spark_elastic" in (line := command_line(pid)) and "java" not in line
-    }
     checks: list[Callable[[], object]] = [
-        lambda: assert_gone(ours, GONE_S),
+        lambda: assert_gone(our_processes, GONE_S),
         before.assert_no_threads_left if with_spark else before.assert_nothing_left,
         lambda: wait_until(lambda: shared_files() <= files, GONE_S, f"files: {shared_files() - files}"),
     ]

@@ -333,6 +333,38 @@ class RepeatedCrashError(JobError):
         )
 
 
+class UnequalStepsError(JobError):
+    """Some ranks have left the collectives that the others wait in, in one world after the other.
+
+    Attributes:
+        left: the ranks that have left the loop, or whose function has returned.
+        waiting: the ranks that wait.
+        step: the last step of the loop that was applied; None: the others wait in no elastic loop.
+    """
+
+    def __init__(self, *, left: Sequence[int], waiting: Sequence[int], step: int | None) -> None:
+        super().__init__(
+            f"{unequal_steps_in_words(left, waiting, step)}: call `hvd.join()` on a rank that has no more data, have "
+            "all ranks make equal steps, or decide together when to stop (an allreduce of each rank's wish)",
+            left=tuple(left),
+            waiting=tuple(waiting),
+            step=step,
+        )
+
+
+def unequal_steps_in_words(left: Sequence[int], waiting: Sequence[int], step: int | None) -> str:
+    """Describe which ranks have left the collectives that others wait in; see `UnequalStepsError`."""
+    have, wait = "has" if len(left) == 1 else "have", "waits" if len(waiting) == 1 else "wait"
+    where = "returned" if step is None else f"left the loop after step {step}"
+    what = "a collective" if step is None else f"a reduction of step {step + 1}"
+    return f"{_ranks_in_words(left)} {have} {where}, {_ranks_in_words(waiting)} {wait} in {what}"
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
 def exit_in_words(code: int) -> str:
     """Describe an exit code as Popen returns it, such as "was killed by signal 9 (SIGKILL)"."""
     if code >= 0:

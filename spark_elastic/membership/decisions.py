@@ -13,6 +13,7 @@ from spark_elastic.errors import JobError, NotEnoughSlotsError
 from spark_elastic.membership.failures import RegroupBackoff
 from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
+    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -82,6 +83,23 @@ def build_world(round: int, members: Sequence[Worker]) -> World:
         return World(round, ranked, root=0, version=None, sync=True)
     root = next(member.rank for member in ranked if member.worker == best.id)
     return World(round, ranked, root=root, version=best.version, sync=not same)
+
+
+def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalSteps | None:
+    """Return which ranks of a world have left the collectives that all the others wait in; None if none has.
+
+    A rank whose function has returned (`done`) takes part in none, and one after its elastic loop in none of that loop.
+    """
+    in_loop = [worker.version for worker in members if worker.blocked_s is not None and not worker.after_loop]
+    furthest = max(filter(None, in_loop), default=None)
+    left = [*done]
+    if furthest is not None:
+        left += [worker for worker in members if worker.after_loop and _standing(worker)[0] == furthest.loop]
+    waiting = [worker for worker in members if worker not in left]
+    if not left or not waiting or any(worker.blocked_s is None for worker in waiting):
+        return None
+    ranks = [tuple(sorted(worker.rank or 0 for worker in each)) for each in (left, waiting)]
+    return UnequalSteps(ranks[0], ranks[1], None if furthest is None else furthest.steps)
 
 
 def start(

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from spark_elastic.errors import exit_in_words
+from spark_elastic.errors import exit_in_words, unequal_steps_in_words
 
 
 class LossKind(enum.Enum):
@@ -99,10 +99,19 @@ class WorldChangeKind(enum.Enum):
     MEMBER_LOST = enum.auto()  # [rank, host, cause]
     COLLECTIVE_FAILED = enum.auto()  # [rank, host]
     ADDRESS_LOST = enum.auto()  # [rank, host]
-    ALL_BLOCKED = enum.auto()  # all members wait in a collective [have: how many; seconds]
+    ALL_BLOCKED = enum.auto()  # all members wait in a collective [have: how many; seconds; unequal, if some have left]
     NO_STEP = enum.auto()  # the members were asked to stop and applied no step [seconds]
     NOT_STOPPED = enum.auto()  # some members did not stop where the others did [have: how many]
     RESULTS_GONE = enum.auto()  # the agents that held the results are gone
+
+
+@dataclass(frozen=True, slots=True)
+class UnequalSteps:
+    """Members that have left the collectives in which others wait. The fields are those of `UnequalStepsError`."""
+
+    left: tuple[int, ...]
+    waiting: tuple[int, ...]
+    step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,7 @@ class WorldChange:
     want: int = 0
     need: int = 0
     seconds: float = 0.0
+    unequal: UnequalSteps | None = None
     rank: int | None = None
     host: str = ""
     cause: LossCause | None = None
@@ -252,6 +262,8 @@ def change_in_words(change: WorldChange) -> str:
             enough = f"{change.need} {'is' if change.need == 1 else 'are'} enough"
             some = f"{change.have} of {counted(change.want, 'worker')}"
             return f"{before}: {some} ready after a grace of {change.seconds:g} s; {enough}"
+        case WorldChangeKind.ALL_BLOCKED if change.unequal is not None:
+            return unequal_steps_in_words(change.unequal.left, change.unequal.waiting, change.unequal.step)
         case WorldChangeKind.ALL_BLOCKED:
             members = "the only member has" if change.have == 1 else f"all {change.have} members have"
             return f"{members} waited in a collective for {change.seconds:g} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.errors import JobError, ResetLimitError, StateLostError
+from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
 from spark_elastic.membership.decisions import Gathering
@@ -56,6 +56,7 @@ class WorldLifecycle:
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
+        self._unequal_in = 0  # the first round in which some waited for members that had left; 0: none
 
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
@@ -287,9 +288,18 @@ class WorldLifecycle:
         self._announce_interrupted(now)
 
     def on_blocked(self, now: float) -> None:
-        """End a too long collective: remove the members that are not in it, or break the world if all are."""
+        """End a too long collective: remove the members that are not in it, or break the world if all are.
+
+        Fails the job if members have left the collective's loop or function, and had done so in an earlier world too.
+        """
         limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
+        unequal = decisions.unequal_steps(members, self._done_in_this_round())
+        if unequal is not None and self.phase in (Phase.RUNNING, Phase.INTERRUPTED):
+            if 0 < self._unequal_in < self._registry.round:
+                self.fail(UnequalStepsError(left=unequal.left, waiting=unequal.waiting, step=unequal.step), now)
+                return
+            self._unequal_in = self._registry.round
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
             cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
@@ -297,7 +307,12 @@ class WorldLifecycle:
         if not idle:
             for worker in members:
                 worker.blocked_s = None
-            self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s), now)
+            change = WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s, unequal=unequal)
+            self._break(change, now)
+
+    def _done_in_this_round(self) -> list[Worker]:
+        done = self._done.items()
+        return [self._registry.workers[worker] for worker, (_, round) in done if round == self._registry.round]
 
     def _break(self, change: WorldChange, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):

@@ -71,6 +71,15 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def our_processes() -> dict[int, str]:
+    """Return pid → command line of this package's agents and workers below this process.
+
+    Spark's own processes are not among them, wherever their Python is installed: a daemon lives as long as its session.
+    """
+    commands = {pid: command_line(pid) for pid in children(os.getpid())}
+    return {pid: command for pid, command in commands.items() if "-m spark_elastic.task" in command}
+
+
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
     """Poll, at first every 10 ms; returns the seconds it took. Raises AssertionError naming `what` at the deadline."""
     start, pause = time.monotonic(), 0.01

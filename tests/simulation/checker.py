@@ -63,6 +63,7 @@ class Checker:
         self.tried_in = 0  # the newest round whose end had the agents try their connections
         self.started_at: dict[int, float] = {}
         self.showed_state = False
+        self.stalled: set[int] = set()  # rounds in which workers waited for one that had left their collectives
         self.furthest = BEGINNING  # the most advanced version that any event reported
         self.decommissioned: set[str] = set()
         self.hosts: dict[str, int] | None = None
@@ -125,6 +126,8 @@ class Checker:
             self._ready(event)
         elif isinstance(event, e.WorkerAlive):
             self.after_loop[event.worker] = event.after_loop
+            if (event.blocked_s or 0.0) >= self.settings.stall_timeout_s and self._is_live(event.worker):
+                self._blocked()
             if event.version is not None and self._is_live(event.worker) and event.worker not in self.done:
                 self.furthest = max(self.furthest, event.version)
                 self.showed_state = True
@@ -158,6 +161,13 @@ class Checker:
             self.in_loop[worker] = event.loop
         if event.round > 0 and self.notified_round != event.round:
             self.shaken = True
+
+    def _blocked(self) -> None:
+        """Count the worlds that break because a rank has left the collectives of the others: two, and no more."""
+        self.shaken = True
+        assert self.world is not None
+        self.stalled.add(self.world.round)
+        require(len(self.stalled) <= 2, f"the ranks make unequal steps, and that is tried again after {self.stalled}")
 
     def _is_live(self, worker: int) -> bool:
         return worker in self.on_agent and worker not in self.gone
@@ -338,6 +348,9 @@ class Checker:
         if command.cause.kind is LossKind.NOT_BACK:
             at_its_end = self.after_loop.get(command.worker, False)
             require(not at_its_end, f"worker {command.worker} does what comes after the loop, and is not waited for")
+        if command.cause.kind is LossKind.BLOCKED_OTHERS and not self.after_loop.get(command.worker, False):
+            assert self.world is not None
+            self.stalled.discard(self.world.round)  # the others wait for this one
         if command.worker not in self.gone:
             self.shaken = True
         self.gone.add(command.worker)
@@ -537,6 +550,8 @@ class Checker:
             row = {round for round, at in self.cluster.crashes if at >= known}
             least = 2 if not holders else self.settings.crash_limit or 0
             require(len(row) >= least > 0, f"given up after worlds {sorted(row)}: {error}")
+        elif isinstance(error, errors.UnequalStepsError):
+            require(plan.unequal and self.world is not None and self.world.round > 1, f"given up for nothing: {error}")
         elif isinstance(error, errors.WorkerStartError):
             require(plan.boot_crash > 0 or bool(plan.faults) or plan.unlucky > 0, "no worker failed to start")
             require(error.attempts >= self.settings.boot_failure_limit, "too few attempts")

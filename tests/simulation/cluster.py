@@ -86,6 +86,8 @@ class Plan:
     poison_host: str | None = None
     """The host on which it crashes; None: any."""
     poison_exit: int = -11
+    unequal: bool = False
+    """Rank 0 of each world of several makes one step less than the others."""
     limit_s: float = 5000.0
 
 

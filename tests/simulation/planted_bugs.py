@@ -161,6 +161,18 @@ BUGS = (
         "worker.run_again_in != self._registry.round",
         "worker.run_again_in < 0",
     ),
+    Bug(
+        "ranks that make unequal steps start again for ever",
+        "worlds",
+        "if 0 < self._unequal_in < self._registry.round:",
+        "if 0 > self._unequal_in:",
+    ),
+    Bug(
+        "a member that has returned is not missed",
+        "worlds",
+        "decisions.unequal_steps(members, self._done_in_this_round())",
+        "decisions.unequal_steps(members, ())",
+    ),
     Bug("an old result counts", "machine", "event.run != worker.run", "event.run > worker.run"),
     Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
     Bug(

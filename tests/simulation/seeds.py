@@ -10,6 +10,7 @@ Prints the seeds that fail; the exit status is 1 if there are any.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import sys
 from typing import Any
@@ -105,13 +106,18 @@ def plan_of(rng: random.Random, *, large: bool = False, huge: bool = False) -> P
     )
 
 
+def _is_unequal(seed: int) -> bool:
+    """Draw if ranks make unequal steps, of a generator of its own: the other jobs are the same with it and without."""
+    return random.Random(f"{seed} unequal").random() < 0.04
+
+
 def simulate(seed: int, machine_class: Any, *, large: bool = False, huge: bool = False) -> Cluster:
     """Run one seed to its end, as a job of many workers if `large`, and of a thousand if `huge`.
 
     Raises: Violation, or whatever the machine itself raises, if an invariant does not hold.
     """
     rng = random.Random(seed)
-    plan = plan_of(rng, large=large, huge=huge)
+    plan = dataclasses.replace(plan_of(rng, large=large, huge=huge), unequal=not huge and _is_unequal(seed))
     cluster = Cluster(machine_class(plan.settings), plan, rng)
     cluster.run()
     return cluster

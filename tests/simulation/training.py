@@ -35,6 +35,7 @@ class SimWorker:
         self.history = 0
         self.loop = 0  # in which it stands; 0: in none yet
         self.after_loop = False
+        self.blocked_since: float | None = None  # waits for a rank that has left the loop, or makes one step less
         self.alone = False  # does what comes after the loop, in no collective: nothing of a world reaches it
         self.collectives_left = 0  # after the loop
         self.run = 1
@@ -92,7 +93,8 @@ class SimWorker:
 
     def _say_where(self) -> None:
         plain = self.cluster.plan.plain
-        self.tell(e.WorkerAlive(self.id, None if plain else self.version, after_loop=self.after_loop))
+        blocked_s = None if self.blocked_since is None else self.cluster.now - self.blocked_since
+        self.tell(e.WorkerAlive(self.id, None if plain else self.version, blocked_s, self.after_loop))
 
     def resume(self) -> None:
         """SIGCONT: what came meanwhile is handled now."""
@@ -149,6 +151,7 @@ class SimWorker:
 
     def fail(self) -> None:
         """Recover from a collective that raised."""
+        self.blocked_since = None
         if not self.alive or self.hung or self.alone:
             return
         if self.after_loop:
@@ -345,6 +348,8 @@ class SimWorld:
     def gather(self, worker: SimWorker) -> None:
         """The worker has come to a collective after the loop."""
         self.gathered.add(worker.id)
+        if self.cluster.plan.unequal:
+            worker.blocked_since = self.cluster.now
         if len(self.gathered) == len(self.members):
             self.cluster.after(self.cluster.rng.uniform(0.01, 0.3), self._gather)
 
@@ -359,6 +364,7 @@ class SimWorld:
     def _gathered(self, workers: list[SimWorker]) -> None:
         self.gathered.clear()
         for worker in workers:
+            worker.blocked_since = None
             if self._trains(worker):
                 worker.collectives_left -= 1
                 worker.go_on_alone()
@@ -369,8 +375,12 @@ class SimWorld:
         if not plan.plain and version.steps >= plan.steps and version.loop == plan.loops and not self.broken:
             for worker in self.members:  # a world that was built after the last step
                 worker.begin_end()
+        elif not self.broken and self._is_left_by_the_first(version):
+            first, *others = self.members
+            for worker in others:
+                worker.blocked_since = self.cluster.now
+            self._end(first)
         elif not self.broken:
-            version = self.members[0].version or StateVersion()
             plan, rng = self.cluster.plan, self.cluster.rng
             at_the_end = version.steps >= plan.steps and version.loop < plan.loops
             self.doing = "loop" if at_the_end else "turn" if rng.random() < plan.turns else "step"
@@ -417,15 +427,24 @@ class SimWorld:
             self.cluster.kill(self.members[0], report=True, exit_code=1)
         elif step >= plan.steps and is_last:
             for worker in self.members:
-                if plan.plain:
-                    worker.later(0.0, 2.0, lambda w=worker: self._finish(w))
-                else:
-                    worker.begin_end()
+                self._end(worker)
         elif stop and step % plan.commit_every == 0:
             for worker in self.members:
                 worker.stop_at_boundary()
         else:
             self._next()
+
+    def _is_left_by_the_first(self, version: StateVersion) -> bool:
+        """Return True if only one step of the last loop is left, which rank 0 does not make."""
+        plan = self.cluster.plan
+        last = version.loop == plan.loops and version.steps == plan.steps - 1
+        return plan.unequal and last and len(self.members) > 1
+
+    def _end(self, worker: SimWorker) -> None:
+        if self.cluster.plan.plain:
+            worker.later(0.0, 2.0, lambda: self._finish(worker))
+        else:
+            worker.begin_end()
 
     def _finish(self, worker: SimWorker) -> None:
         if worker.state == "training" and worker.world is self:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.integration.processes import is_running
+from tests.integration.processes import is_running, our_processes
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +27,14 @@ def test_a_zombie_is_not_running() -> None:
     assert not is_running(process.pid)
     process.communicate()
     assert not is_running(process.pid)
+
+
+def test_ours_are_known_by_their_module_wherever_python_is_installed() -> None:
+    waits = ["-c", "input()", "-m"]
+    processes = [
+        subprocess.Popen([name, *waits, module], executable=sys.executable, stdin=subprocess.PIPE)
+        for name, module in (("/spark_elastic/bin/python", "pyspark.daemon"), ("python", "spark_elastic.task.main"))
+    ]
+    assert list(our_processes()) == [processes[1].pid]
+    for process in processes:
+        process.communicate(b"\n")

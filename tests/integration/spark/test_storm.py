@@ -13,7 +13,7 @@ import pytest
 from spark_elastic import LocalLauncher
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.clusters import standalone
-from tests.integration.processes import GONE_S, assert_gone, children, command_line
+from tests.integration.processes import GONE_S, assert_gone, children, our_processes
 from tests.integration.spark.conftest import Jobs, assert_nothing_left, finished
 from tests.leftovers import Before
 
@@ -129,12 +129,6 @@ def weather(job, diary, chance, cluster=None):
     print(f"storm: {len(storm.done)} disasters, {rounds} worlds, {results[0]['step']} steps", flush=True)
 
 
-def our_children():
-    """Agents and workers below this process, which may also have Spark's JVM."""
-    commands = {pid: command_line(pid) for pid in children(os.getpid())}
-    return {pid: command for pid, command in commands.items() if "spark_elastic" in command}
-
-
 def test_a_storm_on_this_machine(tmp_path):
     before = Before()
     chance = random.Random(SEED)
@@ -149,7 +143,7 @@ def test_a_storm_on_this_machine(tmp_path):
         weather(job, diary, chance)
     finally:
         jobs.end()
-    assert_gone(our_children, GONE_S)
+    assert_gone(our_processes, GONE_S)
     before.assert_no_threads_left()
 
 

@@ -51,9 +51,10 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
         lambda w, *at: e.WorkerAlive(int(w), _version(*at[:3]), after_loop=at[3] is not None),
     ),
     (
-        r"worker (\d+) is alive at step (\d+), blocked for (\d+) s",
-        lambda w, step, s: e.WorkerAlive(int(w), StateVersion(steps=int(step)), float(s)),
+        r"worker (\d+) is alive at (?:loop (\d+), )?step (\d+), blocked for (\d+) s( after the loop)?",
+        lambda w, loop, step, s, after: e.WorkerAlive(int(w), _version(loop, step, None), float(s), after is not None),
     ),
+    (r"worker (\d+) is blocked for (\d+) s", lambda w, s: e.WorkerAlive(int(w), None, float(s))),
     (
         r"worker (\d+) begins round (\d+) at step (\d+)",
         lambda w, r, step: e.WorkerAlive(int(w), StateVersion(steps=int(step)), begun=int(r)),
