@@ -17,6 +17,7 @@ from spark_elastic.diagnostics.findings import LITTLE_SPACE, OK, PROBLEM, WARNIN
 from spark_elastic.diagnostics.probe import ANSWERS, CONNECT_TIMEOUT_S, ProbeReport, try_connections
 from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer
 from spark_elastic.membership.reasons import counted
+from spark_elastic.redaction import redacted
 from spark_elastic.wire.interfaces import is_loopback
 from spark_elastic.wire.ports import Ports
 
@@ -302,7 +303,7 @@ def check_storage(
         seen = everywhere("read", to_read, timeout_s / 2)
     finally:
         everywhere("remove", {place: {"folder": folder} for place in files}, 2.0)
-    return judge_storage(url, written, seen, {file: place for place, file in files.items()})
+    return judge_storage(redacted(url), written, seen, {file: place for place, file in files.items()})
 
 
 def judge_storage(
@@ -318,7 +319,7 @@ def judge_storage(
     """
     facts: dict[str, Any] = {"store": url}
     for phase, answers in (("written", written), ("seen", seen)):
-        facts[phase] = {name: str(each) if isinstance(each, Exception) else each for name, each in answers.items()}
+        facts[phase] = {name: redacted(each) if isinstance(each, Exception) else each for name, each in answers.items()}
     found = functools.partial(Finding, "storage", facts=facts)
     refused = {name: answer for name, answer in written.items() if isinstance(answer, Exception)}
     if refused:

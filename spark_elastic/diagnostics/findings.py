@@ -21,6 +21,7 @@ from spark_elastic.driver.preflight import check_java, java_major_version
 from spark_elastic.driver.spark.cluster import SlotCount
 from spark_elastic.errors import PYTHON_SETTING, JavaNotFoundError
 from spark_elastic.membership.reasons import counted
+from spark_elastic.redaction import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _MARKS = {OK: "ok", WARNING: "warning", PROBLEM: "PROBLEM"}
@@ -48,6 +49,9 @@ class Finding:
     says: str
     fix: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "says", redacted(self.says))  # an error of a storage may name its address
 
 
 @dataclass(frozen=True)

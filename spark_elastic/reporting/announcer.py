@@ -12,6 +12,7 @@ from spark_elastic.membership.commands import Command
 from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import EventLog, MembershipChange
 from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import WAIT_S, ProgressModel
@@ -118,7 +119,7 @@ class Announcer:
             self._progress.world(self._log.size, record.at)
         logger.info("%s: %s", self._job, record)
         if self._verbose >= 2:
-            self._say(f"spark_elastic: {record}")
+            self._say(f"spark_elastic: {redacted(record)}")
 
     @property
     def pending(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
+from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 
@@ -116,7 +117,7 @@ class TensorBoardFit:
 
     def end(self, result: DriverResult) -> None:
         if result.error is not None:
-            text = f"the fit failed: {type(result.error).__name__}: {result.error}"
+            text = redacted(f"the fit failed: {type(result.error).__name__}: {result.error}")
             self._write(lambda: self._file.text("events", text, self._epochs, clock.wall()))
         self._write(self._file.close)
         with contextlib.suppress(OSError):

@@ -134,11 +134,6 @@ def test_bar_of_spark_does_not_appear_between_our_lines(torch_said):
     assert "[Stage" not in torch_said.err.rpartition("starting 2 workers")[2].partition("the job failed")[0]
 
 
-def test_lines_of_ours_fit_80_columns(torch_said):
-    assert torch_said.ours
-    assert max(map(len, torch_said.ours)) <= 80
-
-
 def test_error_of_a_loss_is_shown_once_with_the_users_frames_alone(torch_said):
     assert torch_said.code == 1
     shown = torch_said.err[torch_said.err.index("spark_elastic: the job failed") :]

@@ -208,3 +208,9 @@ def test_report_is_ok_without_problems_and_has_all_its_forms():
     assert "→ let it" in str(report)
     assert "&lt;cannot&gt;" in report._repr_html_()
     assert '"ok": false' in report.to_json()
+
+
+def test_credentials_in_the_errors_of_a_storage_are_redacted() -> None:
+    refused = {"the driver": OSError("403 for https://account/c?sig=hunter2")}
+    (found,) = between_machines.judge_storage("https://account/c", refused, {}, {})
+    assert "hunter2" not in str(found)
