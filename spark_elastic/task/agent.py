@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from spark_elastic import clock
+from spark_elastic.membership.reasons import LossKind
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
 from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
@@ -196,7 +197,7 @@ class _Agent:
         self._all_gone.set()
         self._finish: FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
-        self._disconnected = False
+        self._kind = LossKind.REPORTED
         """True if the agent ends because the channel to the driver closed."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
@@ -211,6 +212,8 @@ class _Agent:
         """The addresses of this host's interfaces, as the driver was told last."""
         self._fetched = bytearray()
         """The function, as far as it has arrived, if it is fetched from the driver."""
+        self._leaves = False
+        """The agent ends and kills its workers. It does not report them: their signal would hide why it ends."""
         self._waits_for_function: WorkerId | None = None
         """The worker that is to run the function as soon as it has arrived."""
 
@@ -230,6 +233,7 @@ class _Agent:
             self._probe_port.close()
             for probe in self._probes:
                 probe.cancel()
+            self._leaves = True
             for process in self._running:
                 process.kill()
             await self._all_gone.wait()
@@ -279,6 +283,8 @@ class _Agent:
                 break
             patience_s *= 2
             await asyncio.sleep(retry_pause_s())
+        if self._finish is None:
+            self._kind = LossKind.UNREACHABLE
         self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
     async def _opened_or_dropped(self) -> bool:
@@ -324,14 +330,15 @@ class _Agent:
             self._over.set()
 
     def _lost_driver(self, why: str) -> None:
-        self._disconnected = self._finish is None
+        if self._finish is None:
+            self._kind = LossKind.UNEXPLAINED
         self._finish_because(f"the channel to the driver is gone: {why}")
 
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None
         process = self._process
         if process is None or not self._finish.keep_result or process.result is None:
-            return AgentOutcome(None, None, self._finish.why, self._disconnected)
+            return AgentOutcome(None, None, self._finish.why, self._kind)
         process.release()
         try:
             await asyncio.wait_for(self._all_gone.wait(), RELEASE_TIMEOUT_S)
@@ -448,14 +455,14 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        if process.worker is not None:
+        if process.worker is not None and not self._leaves:
             self._send(WorkerDying(process.worker, exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
-        if process.worker is not None:
+        if process.worker is not None and not self._leaves:
             before, now = process.memory_before, memory_kills()
             kills, _ = now.since(before)
             tail, memory = process.stderr_tail, describe_kills(before, now)

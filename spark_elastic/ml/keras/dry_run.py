@@ -14,7 +14,7 @@ import tensorflow as tf
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
-from spark_elastic.ml.callbacks import Callback, check_one_best
+from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
 from spark_elastic.ml.keras.compiling import check_order, loss_of, losses_by_output, name_of, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
@@ -160,7 +160,8 @@ def _check_monitor(callback: Any, model: Any, names: Sequence[str]) -> None:
     """Raise InvalidSettingsError if a callback of Keras monitors a value that is not in the logs."""
     kind, monitor = type(callback).__name__, getattr(callback, "monitor", None)
     if isinstance(monitor, str) and monitor not in names and monitor != "learning_rate":
-        raise InvalidSettingsError(f"{kind} monitors {monitor!r}, and the logs have {', '.join(names)}")
+        have = f"{', '.join(names)}{validation_hint(monitor, names)}"
+        raise InvalidSettingsError(f"{kind} monitors {monitor!r}, and the logs have {have}")
     if hasattr(callback, "_set_monitor_op"):
         callback.set_model(model)
         try:
