@@ -212,8 +212,6 @@ class _Agent:
         """The addresses of this host's interfaces, as the driver was told last."""
         self._fetched = bytearray()
         """The function, as far as it has arrived, if it is fetched from the driver."""
-        self._leaves = False
-        """The agent ends and kills its workers. It does not report them: their signal would hide why it ends."""
         self._waits_for_function: WorkerId | None = None
         """The worker that is to run the function as soon as it has arrived."""
 
@@ -233,7 +231,6 @@ class _Agent:
             self._probe_port.close()
             for probe in self._probes:
                 probe.cancel()
-            self._leaves = True
             for process in self._running:
                 process.kill()
             await self._all_gone.wait()
@@ -455,14 +452,14 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        if process.worker is not None and not self._leaves:
+        if process.worker is not None:
             self._send(WorkerDying(process.worker, exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
-        if process.worker is not None and not self._leaves:
+        if process.worker is not None:
             before, now = process.memory_before, memory_kills()
             kills, _ = now.since(before)
             tail, memory = process.stderr_tail, describe_kills(before, now)
