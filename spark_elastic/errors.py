@@ -220,10 +220,19 @@ class NotEnoughSlotsError(JobError):
         setting: name of the timeout.
         detail: more about the cluster.
         fixed: name of a cluster that can never have more slots; "" if it might.
+        unreachable: whether slots are missing because executors cannot connect to this program.
     """
 
     def __init__(
-        self, *, have: int, need: int, waited_s: float, setting: str, detail: str = "", fixed: str = ""
+        self,
+        *,
+        have: int,
+        need: int,
+        waited_s: float,
+        setting: str,
+        detail: str = "",
+        fixed: str = "",
+        unreachable: bool = False,
     ) -> None:
         message = (
             f"{have} of {need} slots were available after {waited_s:.0f} s; add executors, lower "
@@ -235,6 +244,12 @@ class NotEnoughSlotsError(JobError):
                 f"{need} slots are needed, and {fixed} has {have} {noun} and can never have more; lower min_num_proc "
                 f"(now {need}, which is num_proc where it is not given), or start the session with more cores"
             )
+        if unreachable:
+            message = (
+                f"{have} of {need} slots were available after {waited_s:.0f} s, because executors cannot connect to "
+                "this program; let them reach this machine (firewall, VPN, driver_port), or set spark.driver.host to "
+                "an address at which they do"
+            )
         super().__init__(
             message + (f". {detail}" if detail else ""),
             have=have,
@@ -243,6 +258,7 @@ class NotEnoughSlotsError(JobError):
             setting=setting,
             detail=detail,
             fixed=fixed,
+            unreachable=unreachable,
         )
 
 
@@ -285,12 +301,16 @@ class ResetLimitError(JobError):
 class StateLostError(JobError):
     """No surviving worker holds the training state."""
 
-    def __init__(self, *, progress: int, last_reason: str) -> None:
+    def __init__(self, *, progress: int, last_reason: str, cancelled: bool = False) -> None:
+        remedy = "spread the workers over more hosts"
+        if cancelled:
+            remedy = "leave its Spark jobs alone (cancelAllJobs, the UI); cancel() of a run_async job ends it in order"
         super().__init__(
             f"every worker that held the state is gone (last applied step: {progress}; last loss: {last_reason}); "
-            "start again from a checkpoint, and spread the workers over more hosts",
+            f"start again from a checkpoint, and {remedy}",
             progress=progress,
             last_reason=last_reason,
+            cancelled=cancelled,
         )
 
 

@@ -62,7 +62,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         sources.append(HostManager(call.discovery, backend.host_of))
     bind, addresses = backend.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
-        listening = _listen(bind, backend.ports("driver_port", call.driver_port))
+        listening = _listen(bind, backend.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
         spec = _launch_spec(call, backend, function, tuple((address, port) for address in addresses))
@@ -156,11 +156,13 @@ def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.Exi
     return printer
 
 
-def _listen(bind: str, ports: Ports) -> socket.socket:
+def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
     try:
         return listen(bind, ports, "driver_port", backlog=1024)
     except OSError as error:
         fix = "spark.driver.bindAddress must be an address of this machine, or a name for one"
+        if local:
+            fix = "LocalLauncher(hosts=[...]) needs addresses of this machine, such as '::1' where it has IPv6 alone"
         if error.errno == errno.EACCES:
             fix = "ports below 1024 need a right that this user lacks; choose higher ones for driver_port"
         at = bind if ports.are_any else f"{bind}, port {ports}"

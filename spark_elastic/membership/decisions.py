@@ -13,6 +13,7 @@ from spark_elastic.errors import JobError, NotEnoughSlotsError
 from spark_elastic.membership.failures import RegroupBackoff
 from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
+    LossKind,
     UnequalSteps,
     Wait,
     WaitKind,
@@ -192,13 +193,17 @@ class Gathering:
             f"{'was' if booting == 1 else 'were'} still booting, {registry.count(ADMITTED)} building their model; "
             f"last loss: {last_loss}"
         )
-        if missing := missing_in_words(self._scheduler.causes_of_missing()):
+        causes = self._scheduler.causes_of_missing()
+        if missing := missing_in_words(causes):
             detail += f"; {missing}"
         unused = sorted({loss_in_words(agent.leaving) for agent in registry.agents.values() if agent.leaving})
         if unused:
             detail += f"; agents that are not used: {'; '.join(unused[:_MOST_CAUSES_NAMED])}"
         need, waited_s = self._settings.min_num_proc, now - self._since
-        return NotEnoughSlotsError(have=have, need=need, waited_s=waited_s, setting=self._setting, detail=detail)
+        unreachable = bool(causes) and causes[0].root.kind is LossKind.UNREACHABLE
+        return NotEnoughSlotsError(
+            have=have, need=need, waited_s=waited_s, setting=self._setting, detail=detail, unreachable=unreachable
+        )
 
     def unreachable_peers(self, change: WorldChange) -> JobError:
         """Return the error for consecutive worlds that broke with no worker lost."""

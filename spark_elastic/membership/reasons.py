@@ -42,6 +42,8 @@ class LossKind(enum.Enum):
     PROCESS_ENDED = enum.auto()  # its world broke after its function had returned and its process had ended
     RESULT_TOO_BIG = enum.auto()  # Spark refused a result [detail: Spark's words]
     UNEXPLAINED = enum.auto()  # Spark's words tell how the loss was noticed, not what it was [detail]
+    UNREACHABLE = enum.auto()  # the agent could not connect to the driver [detail: the addresses and errors]
+    CANCELLED = enum.auto()  # Spark's job of the slot was cancelled, not by this package [detail: Spark's words]
     REPORTED = enum.auto()  # [detail: the words of whoever reported it]
 
 

@@ -20,13 +20,14 @@ class AgentOutcome:
     worker: WorkerId | None  # the finished worker whose result this is; None: no result is delivered
     result: bytes | None  # the bytes that the worker pickled
     why: str  # how the agent's run ended, in words
-    disconnected: bool = False
-    """It ended because its channel to the driver closed: a symptom of something that the driver may know better."""
+    kind: LossKind = LossKind.REPORTED
+    """UNEXPLAINED: its channel to the driver closed, a symptom of something that the driver may know better.
+    UNREACHABLE: it could not connect to the driver."""
 
     @property
     def cause(self) -> LossCause:
         """The reason why the slot's launch is over."""
-        return LossCause(LossKind.UNEXPLAINED if self.disconnected else LossKind.REPORTED, detail=self.why)
+        return LossCause(self.kind, detail=self.why)
 
 
 class Phase(enum.Enum):

@@ -57,6 +57,7 @@ class WorldLifecycle:
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
         self._unequal_in = 0  # the first round in which some waited for members that had left; 0: none
+        self._cancelled = False  # the last loss was that of a job which Spark was asked to cancel
 
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
@@ -248,6 +249,7 @@ class WorldLifecycle:
         if not graceful and worker.round > 0:
             if worker.round == self._registry.round:
                 self._backoff.member_lost()
+            self._cancelled = cause.root.kind is LossKind.CANCELLED
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
             change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
@@ -454,7 +456,8 @@ class WorldLifecycle:
                 self._timers.set(("gather", 0), due)
                 self._announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
-        self.fail(StateLostError(progress=self.furthest.steps, last_reason=self._last_loss), now)
+        progress, lost = self.furthest.steps, self._last_loss
+        self.fail(StateLostError(progress=progress, last_reason=lost, cancelled=self._cancelled), now)
 
     def _holds(self, worker: Worker) -> bool:
         return worker.version is not None and worker.version.is_current_at(self.furthest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,6 +138,13 @@ class LambdaCallback(Callback):
             setattr(self, name, function)
 
 
+def validation_hint(name: str, columns: Iterable[str]) -> str:
+    """Return how to get a column of the validation, as the end of a sentence; "" if `name` is not one, or there are."""
+    if not name.startswith("val_") or any(column.startswith("val_") for column in columns):
+        return ""
+    return "; columns that begin with val_ need a validation: validation=0.1 sets a tenth of the rows aside"
+
+
 class Monitor:
     """Follows one value of the logs and remembers the best; `best` is None before the first."""
 
@@ -154,7 +161,8 @@ class Monitor:
     def value(self, logs: Logs) -> float:
         """Return the followed value. Raises `InvalidSettingsError` if the logs do not have it."""
         if self.name not in logs:
-            raise InvalidSettingsError(f"there is no {self.name!r} to monitor; there are {', '.join(logs)}")
+            there = f"there are {', '.join(logs)}{validation_hint(self.name, logs)}"
+            raise InvalidSettingsError(f"there is no {self.name!r} to monitor; {there}")
         return float(logs[self.name])
 
     def improved(self, logs: Logs) -> bool:

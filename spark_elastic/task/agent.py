@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from spark_elastic import clock
+from spark_elastic.membership.reasons import LossKind
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
 from spark_elastic.task.reaper import open_pidfd, restore_child_signal
@@ -198,7 +199,7 @@ class _Agent:
         self._all_gone.set()
         self._finish: FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
-        self._disconnected = False
+        self._kind = LossKind.REPORTED
         """True if the agent ends because the channel to the driver closed."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
@@ -277,6 +278,8 @@ class _Agent:
                 break
             patience_s *= 2
             await asyncio.sleep(retry_pause_s())
+        if self._finish is None:
+            self._kind = LossKind.UNREACHABLE
         self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
     async def _opened_or_dropped(self) -> bool:
@@ -322,14 +325,15 @@ class _Agent:
             self._over.set()
 
     def _lost_driver(self, why: str) -> None:
-        self._disconnected = self._finish is None
+        if self._finish is None:
+            self._kind = LossKind.UNEXPLAINED
         self._finish_because(f"the channel to the driver is gone: {why}")
 
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None
         process = self._process
         if process is None or not self._finish.keep_result or process.result is None:
-            return AgentOutcome(None, None, self._finish.why, self._disconnected)
+            return AgentOutcome(None, None, self._finish.why, self._kind)
         process.release()
         try:
             await asyncio.wait_for(self._all_gone.wait(), RELEASE_TIMEOUT_S)

@@ -50,5 +50,10 @@ def _users(frames: Sequence[traceback.FrameSummary]) -> traceback.StackSummary:
     return traceback.StackSummary.from_list(others[first:] or list(frames))
 
 
+def is_users(file: str) -> bool:
+    """Return whether a file is neither of this package nor of an installed one."""
+    return not file.startswith(_PACKAGE) and not _is_installed(file)
+
+
 def _is_installed(file: str) -> bool:
     return file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(part in file.split(os.sep) for part in _INSTALLED)

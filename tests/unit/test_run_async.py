@@ -20,5 +20,7 @@ def test_failing_launcher_leaves_no_thread_and_no_socket():
 
 @pytest.mark.parametrize("bind", ["2001:db8::1", "192.0.2.1", "no-such-host.invalid"])
 def test_invalid_listen_address_is_reported(bind):
+    with pytest.raises(InvalidSettingsError, match=r"LocalLauncher\(hosts="):
+        start._listen(bind, ANY, True)
     with pytest.raises(InvalidSettingsError, match=f"the driver cannot listen at {bind}: .*an address of this machine"):
-        start._listen(bind, ANY)
+        start._listen(bind, ANY, False)

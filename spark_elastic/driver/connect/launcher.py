@@ -21,7 +21,7 @@ from spark_elastic.data.spark_connect import (
 )
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark.cluster import loss_of
-from spark_elastic.membership.reasons import LossCause, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
@@ -29,7 +29,7 @@ AgentEntry = Callable[[SlotId, LaunchId, bytes], AgentOutcome]
 
 log = logging.getLogger(__name__)
 
-OUTCOME_SCHEMA = "worker bigint, part binary, why string, disconnected boolean"
+OUTCOME_SCHEMA = "worker bigint, part binary, why string, kind string"
 PART_BYTES = 1 << 20
 """Results come back in rows of this size: the server puts at most 4 MiB of rows into a message, but never cuts one."""
 LOST_AGENT_S = 4.0
@@ -183,7 +183,7 @@ class ConnectLauncher:
 
     def _cause_of(self, error: Exception) -> LossCause:
         if was_interrupted(error):
-            return reported("the slot's query was cancelled on the server")
+            return LossCause(LossKind.CANCELLED, detail="the slot's query was cancelled on the server")
         gone = why_session_is_gone(error)
         if gone is not None and not self._closed:
             self._gone = gone
@@ -199,7 +199,7 @@ class ConnectLauncher:
             return None
         parts = [bytes(row.part) for row in rows if row.part is not None]
         result = b"".join(parts) if parts else None
-        return AgentOutcome(rows[0].worker, result, rows[0].why, rows[0].disconnected)
+        return AgentOutcome(rows[0].worker, result, rows[0].why, LossKind[rows[0].kind])
 
     # --- the watcher's thread -------------------------------------------------------------------
 
@@ -263,9 +263,9 @@ def _task_of(
                     pa.array([outcome.worker], pa.int64()),
                     pa.array([None if result is None else result[start : start + part_bytes]], pa.binary()),
                     pa.array([outcome.why], pa.string()),
-                    pa.array([outcome.disconnected], pa.bool_()),
+                    pa.array([outcome.kind.name], pa.string()),
                 ],
-                ["worker", "part", "why", "disconnected"],
+                ["worker", "part", "why", "kind"],
             )
 
     return task

@@ -74,7 +74,8 @@ def loss_of(message: str) -> LossCause:
         return reported(STOPPED)
     if cancelled := _CANCELLED.search(message):
         detail = next((group for group in cancelled.groups() if group), "").strip()
-        return reported(_one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}"))
+        words = _one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}")
+        return LossCause(LossKind.CANCELLED, detail=words)
     if "Traceback (most recent call last)" in message:
         return reported(_one_line(f"the agent raised {_last_exception(message)}"))
     if recent := _MOST_RECENT.search(message):

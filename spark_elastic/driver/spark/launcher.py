@@ -18,7 +18,7 @@ from spark_elastic.data.spark_console import close_connection
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark import cluster
 from spark_elastic.driver.spark.slot_jobs import SlotJob, SlotJobs
-from spark_elastic.membership.reasons import LossCause, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
@@ -415,7 +415,7 @@ def _task_of(
         # The driver fetches each row in one piece, so a large result is cut.
         result = outcome.result or b""
         pieces = (result[at : at + piece_bytes] for at in range(0, len(result), piece_bytes))
-        first = (outcome.worker, outcome.result is not None, outcome.why, outcome.disconnected)
+        first = (outcome.worker, outcome.result is not None, outcome.why, outcome.kind.name)
         return itertools.chain([first], pieces)
 
     return task
@@ -425,5 +425,5 @@ def _outcome_of(rows: list[Any]) -> AgentOutcome | None:
     """Return the outcome in the rows of a task; None if its first attempt was lost and Spark ran it again."""
     if not rows or rows[0] is None:
         return None
-    worker, has_result, why, disconnected = rows[0]
-    return AgentOutcome(worker, b"".join(rows[1:]) if has_result else None, why, disconnected)
+    worker, has_result, why, kind = rows[0]
+    return AgentOutcome(worker, b"".join(rows[1:]) if has_result else None, why, LossKind[kind])

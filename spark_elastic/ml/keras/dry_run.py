@@ -16,7 +16,7 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import unconverted
-from spark_elastic.ml.callbacks import Callback, check_one_best
+from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
 from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
@@ -285,7 +285,8 @@ def _check_monitor(callback: Any, model: Any, names: Sequence[str]) -> None:
     """Raise InvalidSettingsError if a callback of Keras monitors a value that is not in the logs."""
     kind, monitor = type(callback).__name__, getattr(callback, "monitor", None)
     if isinstance(monitor, str) and monitor not in names and monitor != "learning_rate":
-        raise InvalidSettingsError(f"{kind} monitors {monitor!r}, and the logs have {', '.join(names)}")
+        have = f"{', '.join(names)}{validation_hint(monitor, names)}"
+        raise InvalidSettingsError(f"{kind} monitors {monitor!r}, and the logs have {have}")
     if hasattr(callback, "_set_monitor_op"):
         callback.set_model(model)
         try:

@@ -49,12 +49,20 @@ class _Broadcasts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        if isinstance(out, torch.Tensor) and len({each.dim() for each in tensors}) > 1:
+        if isinstance(out, torch.Tensor) and len({each.dim() for each in tensors}) > 1 and _is_broadcast(out, tensors):
             grown = out.shape.count(self._rows) > max(each.shape.count(self._rows) for each in tensors)
             # a tensor that is compared with itself is meant so
             if grown and len({each.untyped_storage().data_ptr() for each in tensors}) > 1:
                 self.shapes = [list(each.shape) for each in tensors]
         return out
+
+
+def _is_broadcast(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if the output has the shape that the inputs are broadcast to: it does not have that of a layer's."""
+    try:
+        return out.shape == torch.broadcast_shapes(*(each.shape for each in tensors))
+    except RuntimeError:
+        return False
 
 
 def _all_pairs(call: Callable[[tuple[Any, ...]], Any], labels: Sequence[Any], rows: int) -> list[list[int]]:

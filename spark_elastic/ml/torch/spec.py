@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import Callback, validation_hint
 from spark_elastic.ml.torch.model_step import LoggedName
 from spark_elastic.ml.training.spec import Training
 
@@ -165,7 +165,8 @@ class LearningRateSchedule:
             self._step()
             return
         if self._monitor not in logs:
-            raise InvalidSettingsError(f"scheduler_monitor={self._monitor!r} is not one of {', '.join(logs)}")
+            hint = validation_hint(self._monitor, logs)
+            raise InvalidSettingsError(f"scheduler_monitor={self._monitor!r} is not one of {', '.join(logs)}{hint}")
         self._step(logs[self._monitor])
 
     def _step(self, *args: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -26,12 +27,15 @@ from spark_elastic.ml.serving import OutputShape, has_rows, suits
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
+from spark_elastic.task.user_frames import is_users
 from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
 ROWS = 4
 """The number of rows that the step of a dry run takes."""
+
+_OF_CODE = (NameError, AttributeError, ImportError)
 
 T = TypeVar("T", bound=Training)
 
@@ -64,8 +68,10 @@ class UserCodeContext:
         subject: The code that is called, such as "the model and its loss".
         tensors: The tensors that it is called with, by name.
 
+    A fault of the code itself, such as a name that does not exist, stays the error that it is.
+
     Raises:
-        DataError: The code raised something other than an `InvalidSettingsError`.
+        DataError: The code raised something that the tensors may explain, other than an `InvalidSettingsError`.
     """
 
     def __init__(self, subject: str, rows: int, tensors: Mapping[str, Any]) -> None:
@@ -73,8 +79,10 @@ class UserCodeContext:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, InvalidSettingsError):
+            return
+        if _is_fault_of_code(error):
             return
         seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in self._tensors.items())
         reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
@@ -83,6 +91,14 @@ class UserCodeContext:
             "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
             "transformation_fn"
         ) from error
+
+
+def _is_fault_of_code(error: Exception) -> bool:
+    """Return whether other tensors could not avoid an error. A TypeError is one if the user's own line raised it."""
+    if isinstance(error, SparkElasticError):
+        return False
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, _OF_CODE) or (isinstance(error, TypeError) and is_users(innermost))
 
 
 def describe_tensor(value: Any) -> str:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
-from spark_elastic.errors import JobCancelledError, UserFunctionError
+from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
 from spark_elastic.membership.commands import (
     AdmitProvisionally,
     Announce,
@@ -332,3 +333,38 @@ def test_when_all_wait_for_each_other_no_worker_is_removed_but_all_are_cut() -> 
 def test_worker_that_waits_in_a_collective_for_less_than_the_limit_is_left_alone() -> None:
     machine = training(2, stall_timeout_s=60.0)
     assert machine.handle(WorkerAlive(1, step_at(10), blocked_s=59.9), 70.0) == []
+
+
+def failure_of(machine: Membership, *told: tuple[float, Event]) -> Any:
+    """Tell a machine events, and return the error with which it fails the job."""
+    for now, event in told:
+        for command in machine.handle(event, now):
+            if isinstance(command, FailJob):
+                return command.error
+    return None
+
+
+def test_a_job_whose_spark_jobs_were_cancelled_is_not_told_to_spread_its_workers():
+    machine = Membership(ElasticSettings(num_proc=1, min_num_proc=1, max_num_proc=1))
+    cancelled = SlotEnded(0, LossCause(LossKind.CANCELLED, detail="the slot's job was cancelled"))
+    error = failure_of(
+        machine,
+        (0.0, JobStarted()),
+        (1.0, AgentJoined(1, Place("h", "0", 0))),
+        (2.0, WorkerReady(1, 0, None, at_init=True)),
+        (3.0, WorkerAlive(1, step_at(10))),
+        (4.0, cancelled),
+    )
+    assert (type(error), error.cancelled) == (StateLostError, True)
+    assert "spread" not in str(error)
+    assert "cancelAllJobs" in str(error)
+
+
+def test_executors_that_cannot_connect_are_not_told_to_be_more():
+    machine = Membership(ElasticSettings(num_proc=1, min_num_proc=1, max_num_proc=1))
+    ended = SlotEnded(0, LossCause(LossKind.UNREACHABLE, detail="cannot reach the driver from h: no route"))
+    error = failure_of(machine, (0.0, JobStarted()), (1.0, ended), (10_000.0, Tick()))
+    assert (type(error), error.unreachable) == (NotEnoughSlotsError, True)
+    assert "add executors" not in str(error)
+    assert "spark.driver.host" in str(error)
+    assert "no route" in str(error)

@@ -111,7 +111,7 @@ OTHER = {"metrics": []}
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"transformation_fn": Locked()}, NotPicklableError, r"transformation_fn \(Locked\) cannot be sent .*lock"),
         ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
-        ({"loss": needs_python}, DataError, "numpy"),
+        ({"loss": needs_python}, AttributeError, "numpy"),
         ({"order": "lanes", "shuffle": False}, InvalidSettingsError, "lanes. shuffles rows"),
         (
             {"callbacks": [EarlyStopping("loss", restore_best=True), EarlyStopping("val_loss", restore_best=True)]},
@@ -169,3 +169,28 @@ def test_dry_run_does_not_change_the_model(data, tmp_path):
     before = [value.tolist() for value in training.model.load().get_weights()]
     dry_run(training, None)
     assert [value.tolist() for value in training.model.load().get_weights()] == before
+
+
+class Buggy(keras.layers.Layer):
+    """A layer whose fault shows only when it is called with rows."""
+
+    broken = False
+
+    def call(self, x):
+        return not_there(x) if self.broken else x  # noqa: F821
+
+
+def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(data, tmp_path, monkeypatch):
+    x = keras.Input((6,))
+    net = keras.Model(x, Buggy()(dense(3, 2)(x)))
+    monkeypatch.setattr(Buggy, "broken", True)
+    with pytest.raises(NameError, match="not_there"):
+        try_training(data, tmp_path, model=net)
+
+
+def test_a_monitor_of_a_missing_validation_says_how_to_get_one(tmp_path):
+    rows = {"features_0": np.zeros((8, 6), "float32"), "label_0": np.zeros(8, "int64")}
+    pack(rows, tmp_path / "set" / "plain")
+    stopping = keras.callbacks.EarlyStopping("val_loss")
+    with pytest.raises(InvalidSettingsError, match=r"'val_loss'.* need a validation: validation=0.1"):
+        try_training(tmp_path / "set", tmp_path, callbacks=[stopping])

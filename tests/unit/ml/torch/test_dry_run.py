@@ -481,3 +481,50 @@ class Unreached(nn.Module):
 def test_a_lazy_module_that_the_first_rows_do_not_reach_is_named(dataset: Dataset) -> None:
     with pytest.raises(InvalidSettingsError, match=r"unused\.weight, unused\.bias of the model got no shape"):
         estimator(model=Unreached(), optimizer=torch.optim.SGD).from_dataset_path(dataset)
+
+
+class Buggy(nn.Linear):
+    """A model with a fault in its code: a name, an attribute or an argument that does not exist."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(6, 3)
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fault == "name":
+            x = not_there(x)  # type: ignore[name-defined]  # noqa: F821
+        elif self.fault == "attribute":
+            x = self.not_there(x)
+        elif self.fault == "argument":
+            x = int(None)  # type: ignore[call-overload]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("name", NameError), ("attribute", AttributeError), ("argument", TypeError)]
+)
+def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(
+    fault: str, error: type[Exception], dataset: Dataset
+) -> None:
+    with pytest.raises(error) as caught:
+        estimator(model=Buggy(fault), optimizer=torch.optim.SGD).from_dataset_path(dataset)
+    assert any("x = " in str(frame.statement) and "test_dry_run" in str(frame.path) for frame in caught.traceback)
+
+
+def test_inputs_that_forward_does_not_take_are_described(tmp_path: Any) -> None:
+    rows = make_set(tmp_path, features_1=lambda count: torch.zeros(count, 2).numpy())
+    with pytest.raises(DataError, match=r"(?s)TypeError: .*positional.*features_1 float32 \[4, 2\]"):
+        estimator(model=nn.Linear(6, 3), optimizer=torch.optim.SGD).from_dataset_path(rows)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"callbacks": [EarlyStopping("val_loss")]},
+        {"lr_scheduler": plateau, "scheduler_monitor": "val_loss"},
+    ],
+)
+def test_a_monitor_of_a_missing_validation_says_how_to_get_one(changes: dict[str, Any], tmp_path: Any) -> None:
+    rows = pack({"features_0": torch.zeros(8, 6).numpy(), "label_0": torch.zeros(8).long().numpy()}, tmp_path)
+    with pytest.raises(InvalidSettingsError, match=r"'val_loss'.* need a validation: validation=0.1"):
+        estimator(**changes).from_dataset_path(rows)
