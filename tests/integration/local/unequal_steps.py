@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 
@@ -26,18 +25,16 @@ def _step(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def plain(steps: dict[int, int], join: bool = False) -> int:
-    """Make as many steps as the rank is given; with `join`, those that have ended wait for the others."""
+def plain(steps: dict[int, int]) -> int:
+    """Make as many steps as the rank is given."""
     hvd, model, optimizer = _model()
     for _ in range(steps[hvd.rank()]):
         _step(model, optimizer)
-    if join:
-        hvd.join()
     return steps[hvd.rank()]
 
 
-def in_loop(steps: dict[int, int], end_s: float = 0.0) -> int:
-    """The same in an elastic loop, after which rank 0 works alone for `end_s`."""
+def in_loop(steps: dict[int, int]) -> int:
+    """The same in an elastic loop."""
     hvd, model, optimizer = _model()
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
@@ -49,6 +46,4 @@ def in_loop(steps: dict[int, int], end_s: float = 0.0) -> int:
             state.commit()
 
     loop(state)
-    if hvd.rank() == 0:
-        time.sleep(end_s)
     return int(state.step)
