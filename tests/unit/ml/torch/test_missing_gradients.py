@@ -25,8 +25,7 @@ class Sometimes(torch.nn.Module):
     def __init__(self, norm: bool = False, table: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        norms = [torch.nn.BatchNorm1d(6) if norm else torch.nn.Identity() for _ in range(2)]
-        self.enter = torch.nn.Sequential(norms[0], torch.nn.Linear(6, 6), norms[1])
+        self.enter = torch.nn.Sequential(torch.nn.Linear(6, 6), *([torch.nn.BatchNorm1d(6)] if norm else []))
         self.base, self.rare, self.never = (torch.nn.Linear(6, 3) for _ in range(3))
         self.table = torch.nn.Embedding(4, 3, sparse=True) if table else None
         self.double()
