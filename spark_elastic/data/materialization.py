@@ -26,7 +26,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
-from spark_elastic.data.spark_connect import application_of, context_of, functions_for
+from spark_elastic.data.spark_connect import application_of, context_of, functions_for, is_connect
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, small_batches
 from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
@@ -35,6 +35,8 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 _log = logging.getLogger(__name__)
 WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
+_TASKS_A_SLOT = 64
+_JOINED = 64
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
@@ -250,6 +252,8 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
         # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
         rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
+    elif fewer := _fewer_tasks(rows):
+        rows = rows.coalesce(fewer)
     wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
         with small_batches(df.sparkSession) if wide else nullcontext():
@@ -265,6 +269,34 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
     receipts = sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
     _refuse_faults(receipts)
     return receipts
+
+
+def _fewer_tasks(rows: Any) -> int | None:
+    """Return how many tasks a query needs that has more partitions than `_TASKS_A_SLOT` for each slot; else None."""
+    if is_connect(rows):
+        return None  # it does not show the plan
+    try:
+        query = rows._jdf.queryExecution()
+        plan = query.executedPlan()
+        if plan.getClass().getSimpleName() == "AdaptiveSparkPlanExec":  # to ask for its RDD would run its shuffles
+            partitions = int(plan.initialPlan().outputPartitioning().numPartitions())
+        else:
+            partitions = int(query.toRdd().getNumPartitions())
+        return fewer_tasks(partitions, rows.sparkSession.sparkContext.defaultParallelism)
+    except Exception as error:  # of py4j: the plan is no public interface
+        _log.debug("the partitions of the query could not be counted: %s", error)
+        return None
+
+
+def fewer_tasks(partitions: int, slots: int) -> int | None:
+    """Return the number of tasks for a query with very many partitions; None: as many as there are partitions.
+
+    A task costs about 0.1 s besides its rows. At most `_JOINED` partitions make a task, so that tasks stay small enough
+    to be repeated, and each slot gets several.
+    """
+    if partitions <= _TASKS_A_SLOT * slots:
+        return None
+    return max(-(-partitions // _JOINED), _TASKS_A_SLOT // 4 * slots)
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:

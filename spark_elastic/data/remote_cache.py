@@ -69,9 +69,9 @@ class ShardCache:
             files = list(self._files())
             used = sum(disk_bytes(status.st_size) for _, status in files)
             self.limit = limit if limit is not None else int(_FREE_SHARE * (used + shutil.disk_usage(root).free))
-            for path, status in files:
-                if status.st_atime < wall() - _STALE_S:
-                    _delete_unless_held(path)
+            for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
+                if used > self.limit or status.st_atime < wall() - _STALE_S:
+                    used -= disk_bytes(status.st_size) if _delete_unless_held(path) else 0
 
     def hold(self, path: Path, nbytes: int, crc32: int) -> int | None:
         """Return a descriptor that keeps a file in the cache until it is closed; None if the file is not there."""

@@ -9,14 +9,15 @@ later does not match it: neither is ever loaded. Nothing in a checkpoint can run
 from __future__ import annotations
 
 import logging
-import queue
 import re
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.data.manifest import seal, unseal
 from spark_elastic.errors import CheckpointError, RunTakenError
 from spark_elastic.redaction import redacted
@@ -30,6 +31,11 @@ log = logging.getLogger("spark_elastic.ml")
 FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
+READ_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # between the attempts to read a file
+SLOW_S = 30.0  # a write that takes longer is shown, and again after twice the time
+PATIENCE_S = 2.0
+CLOSE_S = 30.0  # how long `close` waits for a write
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 _TYPES = {**_FACTS, "document": dict, "files": dict}
@@ -80,9 +86,10 @@ class Contents:
 class Checkpoints:
     """The checkpoints of a run, in a folder of a store. Without a fence, no other driver can take the run."""
 
-    def __init__(self, store: Store, fence: Fence | None = None) -> None:
+    def __init__(self, store: Store, fence: Fence | None = None, pause: Callable[[float], None] = time.sleep) -> None:
         self.store = store
         self._fence = fence
+        self._pause = pause
         self._sound: set[str] = set()
         """Names of checkpoints whose files were read and had the right checksums."""
 
@@ -115,13 +122,19 @@ class Checkpoints:
     def latest(self) -> CheckpointFacts | None:
         """Return the newest checkpoint whose checksums are right; None if none was completed.
 
-        Raises `CheckpointError` if all are damaged.
+        Raises `CheckpointError` if all are damaged, or the storage does not let a newer one be read.
         """
         damaged = []
         for name in reversed(self._names()):
             try:
                 found = self._checked(name)
             except CheckpointError as error:
+                if getattr(error, "unreadable", False):
+                    error.message += (
+                        ". It may be intact, and to resume from an older one would replace it: start again when the "
+                        "storage answers, or delete the folder of this checkpoint to resume from the one before"
+                    )
+                    raise
                 if self._was_completed(name):
                     damaged.append(str(error))
                 continue
@@ -199,7 +212,10 @@ class Checkpoints:
         """Compare the checksums of all files. Raises `CheckpointError` if one is missing, cut off or damaged."""
         manifest = self._manifest(name)
         for file, written in manifest["files"].items():
-            self._compare(name, file, self._read(self.store.checksum, name, file), written)
+            found = self._read(self.store.checksum, name, file)
+            if list(found) != written:  # perhaps read wrongly
+                found = self._read(self.store.checksum, name, file)
+            self._compare(name, file, found, written)
         return _facts_in(name, manifest)
 
     def _compare(self, name: str, file: str, found: tuple[int, int], expected: list[int]) -> None:
@@ -211,29 +227,40 @@ class Checkpoints:
 
     def _was_completed(self, name: str) -> bool:
         """Return whether a manifest was written; True if the storage does not say."""
+        return self._may_exist(f"{name}/{MANIFEST}")
+
+    def _may_exist(self, path: str) -> bool:
         try:
-            return self.store.exists(f"{name}/{MANIFEST}")
+            return self.store.exists(path)
         except Exception:  # each kind of storage has its own
             return True
 
     def _names(self) -> list[str]:
         """Return the names of all checkpoints, complete or not, oldest first."""
-        entries = self.store.list() if self.store.exists() else []
+        entries = self.store.list()
         return sorted((entry.path.rstrip("/").rpartition("/")[2] for entry in entries if entry.is_dir), key=age_of)
 
     def _read(self, read: Callable[[str], Any], name: str, file: str) -> Any:
-        try:
-            return read(f"{name}/{file}")
-        except Exception as error:  # each kind of storage has its own error for what is missing
-            raise CheckpointError(f"checkpoint {name} in {self.store} cannot be read: {file}: {error}") from error
+        """Read a file, again if the storage fails. Raises `CheckpointError`: `unreadable` if the file is there."""
+        for pause_s in (*READ_PAUSES_S, None):
+            try:
+                return read(f"{name}/{file}")
+            except Exception as error:  # each kind of storage has its own, also for what is missing
+                missing = isinstance(error, _MISSING) or not self._may_exist(f"{name}/{file}")
+                if missing or pause_s is None:
+                    raise CheckpointError(
+                        f"checkpoint {name} in {self.store} cannot be read: {file}: {error}", unreadable=not missing
+                    ) from error
+                log.warning("checkpoint %s in %s: %s: %s; it is read again", name, self.store, file, error)
+                self._pause(pause_s)
+        raise AssertionError
 
     def _manifest(self, name: str) -> dict[str, Any]:
         """Return the manifest. Raises `CheckpointError`, naming the field, if it is damaged or of another version."""
         where = f"checkpoint {name} in {self.store}"
+        text = self._read(self.store.read_bytes, name, MANIFEST)
         try:
-            manifest = unseal(
-                self._read(self.store.read_bytes, name, MANIFEST), frozenset(("format", "version", *_TYPES))
-            )
+            manifest = unseal(text, frozenset(("format", "version", *_TYPES)))
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:
@@ -268,50 +295,116 @@ class CheckpointWriter:
     """Writes checkpoints on its own thread, one after the other.
 
     A checkpoint that cannot be written is logged, and training continues; `drain` raises the error of the last one.
+    While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint that is queued behind it gives way
+    to the next one, unless it is the best by a followed value and the next one is not.
 
     Args:
         keep: Number of the newest checkpoints that are kept.
-        notify: Shows a message to people when checkpoints cannot be written, and when they can be again.
+        notify: Shows a message to people when checkpoints cannot be written, take long, or can be written again.
     """
 
-    def __init__(self, checkpoints: Checkpoints, keep: int, notify: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        keep: int,
+        notify: Callable[[str], None] = lambda text: None,
+        now: Callable[[], float] = clock.monotonic,
+    ) -> None:
         self._checkpoints = checkpoints
         self._keep = keep
         self._notify = notify
+        self._now = now
         self.fenced: RunTakenError | None = None
         """Set once another driver has taken over the run; nothing more is written then."""
-        self._waiting: queue.Queue[Callable[[], Contents] | None] = queue.Queue(maxsize=1)
+        self._changed = threading.Condition()
+        self._waiting: dict[tuple[str, ...], tuple[int, Callable[[], Contents]]] = {}
+        """By the values of which it is the best: the step and the contents. In the order of their submission."""
+        self._writing: tuple[int, float] | None = None  # the step, and when the write began
+        self._next_notice_s = SLOW_S
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     @property
     def busy(self) -> bool:
         """True if a checkpoint that is submitted now would have to wait."""
-        return self._waiting.unfinished_tasks > 0
+        return bool(self._waiting) or self._writing is not None
 
-    def submit(self, contents: Callable[[], Contents]) -> None:
-        """Queue a checkpoint, whose contents are made on the writer's thread. Blocks while another one is queued."""
+    def submit(self, contents: Callable[[], Contents], step: int = 0, best: tuple[str, ...] = ()) -> None:
+        """Queue a checkpoint, whose contents are made on the writer's thread."""
+        with self._changed:
+            while best in self._waiting and (self._writing is None or self._now() - self._writing[1] < PATIENCE_S):
+                self._changed.wait(0.1)
+            left_out = self._waiting.pop(best, None)
+            self._waiting[best] = (step, contents)
+            self._changed.notify_all()
+        if left_out is not None:
+            log.warning("the checkpoint of step %d is left out: the one before is still being written", left_out[0])
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
-        self._waiting.put(contents)
 
-    def drain(self) -> None:
-        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one could not be."""
-        self._waiting.join()
+    def watch(self) -> None:
+        """Show that a write takes long. To be called again and again while others work or wait."""
+        writing = self._writing
+        if writing is None:
+            return
+        step, since = writing
+        seconds = self._now() - since
+        if seconds >= self._next_notice_s:
+            self._next_notice_s = 2 * seconds
+            self._notify(
+                f"the checkpoint of step {step} has been being written to {self._checkpoints.store} for "
+                f"{seconds:.0f} s; training continues"
+            )
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until all checkpoints are written.
+
+        Raises:
+            CheckpointError: The last one could not be written, or they were not after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else self._now() + timeout_s
+        with self._changed:
+            while self.busy and (deadline is None or self._now() < deadline):
+                self._changed.wait(1.0)
+                self.watch()
+            if self.busy:
+                raise CheckpointError(
+                    f"the last checkpoint was not written to {self._checkpoints.store} within {timeout_s:.0f} s; the "
+                    "fit ends without it"
+                )
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint could not be written: {self._error}") from self._error
 
     def close(self) -> None:
-        """Finish the queued checkpoints and end the thread."""
+        """Finish the queued checkpoints and end the thread, unless the storage hangs."""
         if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._waiting.clear()
+                log.warning("a checkpoint is still being written to %s; it is left", self._checkpoints.store)
             self._thread = None
+
+    def _next(self) -> Callable[[], Contents] | None:
+        """Wait for a checkpoint to write; None after `close`."""
+        with self._changed:
+            self._writing = None
+            self._changed.notify_all()
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if not self._waiting:
+                return None
+            step, make = self._waiting.pop(next(iter(self._waiting)))
+            self._writing, self._next_notice_s = (step, self._now()), SLOW_S
+            return make
 
     def _work(self) -> None:
         failing = False
-        while (make := self._waiting.get()) is not None:
+        while (make := self._next()) is not None:
             try:
                 self._checkpoints.write(make())
                 self._checkpoints.keep(self._keep)
@@ -327,9 +420,6 @@ class CheckpointWriter:
                 if not failing:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
-            finally:
-                self._waiting.task_done()
-        self._waiting.task_done()
 
 
 def first_line(error: Exception) -> str:

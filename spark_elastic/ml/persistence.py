@@ -15,17 +15,19 @@ Values that JSON cannot hold are stored in one of two ways, and the metadata say
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from spark_elastic.data.manifest import names_in, typed
+from spark_elastic.data.manifest import names_in, typed, whole_number
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
@@ -143,6 +145,7 @@ class ElasticWriter(MLWriter):
             "stored": stored,
             "objects": sorted(beside),
             "files": sorted(files),
+            "checksums": {name: zlib.crc32(content) for name, content in files.items()},
             "facts": self.instance._facts(),
             "left_out": left_out,
         }
@@ -171,6 +174,7 @@ class _Saved:
     files: tuple[str, ...]
     facts: Mapping[str, Any]
     left_out: tuple[str, ...]
+    checksums: Mapping[str, int]  # earlier versions have written none
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:
@@ -186,6 +190,9 @@ class _Saved:
             files=names_in(about, "files"),
             facts=typed(about, "facts", dict),
             left_out=names_in({"left_out": [], **about}, "left_out"),
+            checksums={name: whole_number(crc, name) for name, crc in typed(about, "checksums", dict).items()}
+            if "checksums" in about
+            else {},
         )
 
 
@@ -224,6 +231,12 @@ class ElasticReader(MLReader[T], Generic[T]):
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: in its metadata, {error}") from error
         files = source.read(_DATA, list(saved.files))
+        for name, expected in saved.checksums.items():
+            if name in files and (found := zlib.crc32(files[name])) != expected:
+                raise CheckpointError(
+                    f"{path} is damaged: {_DATA}/{name} has the checksum {found:08x}, and was written with "
+                    f"{expected:08x}; bring it back from a copy, or save it again"
+                )
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
         instead = {**self._cls._at_hand(saved.facts), **self._instead}
@@ -247,7 +260,7 @@ class ElasticReader(MLReader[T], Generic[T]):
                 self._cls.__name__,
                 path,
             )
-        with trusted_files(trusted):
+        with trusted_files(trusted), _damage_named(path):
             instance._restore(saved.facts, files, {name: values[name] for name in beside})
         return instance  # type: ignore[no-any-return]
 
@@ -337,6 +350,20 @@ def _encode(
     return stored, files
 
 
+@contextlib.contextmanager
+def _damage_named(where: str) -> Iterator[None]:
+    """Raise `CheckpointError`, with the files' names, for whatever a decoder raises at damaged bytes."""
+    try:
+        yield
+    except CheckpointError as error:
+        if where not in error.message and where.rpartition(": ")[2] not in error.message:
+            error.message = f"{where}: {error.message}"
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise CheckpointError(f"{where} cannot be loaded: {why}; the file is damaged, or of another version") from error
+
+
 def _decode(
     stored: Mapping[str, str], files: Mapping[str, bytes], codec: Codec, trusted: bool, path: str
 ) -> dict[str, Any]:
@@ -355,16 +382,14 @@ def _decode(
             raise CheckpointError(
                 f"{path} is damaged: its metadata refers to {where!r}, which is not 'safe:' or 'pickled:' with a file"
             )
-        if how == "safe":
-            loaded = codec.loads(files[name])
-        elif trusted:
+        with _damage_named(f"{path}: {name}"):
             try:
-                loaded = cloudpickle.loads(files[name])
+                loaded = codec.loads(files[name]) if how == "safe" else cloudpickle.loads(files[name])
             except ModuleNotFoundError as error:
                 package = (error.name or str(error)).partition(".")[0]
                 raise CheckpointError(
                     f"{name} in {path} needs the package {package}, which cannot be imported here; install it, or add "
                     "the module of your own to this process's path"
                 ) from error
-        values.update({key: value for key, value in loaded.items() if stored.get(key) == where})
+            values.update({key: value for key, value in loaded.items() if stored.get(key) == where})
     return values

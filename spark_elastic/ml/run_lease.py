@@ -78,8 +78,19 @@ class ProcessIdentity:
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
     def is_dead(self, seen_from: ProcessIdentity) -> bool:
-        """Return whether this process is known to have ended; only its own machine can know."""
-        return self.machine == seen_from.machine and started_of(self.pid) != self.started
+        """Return whether this process is known to have ended; only its own machine can know.
+
+        /proc may hide processes of other users (hidepid, containers): a process that cannot be seen counts as alive.
+        """
+        if self.machine != seen_from.machine:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # a process of another user
+            pass
+        return started_of(self.pid) not in (0, self.started)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ def archive_config(file: bytes) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
             return json.loads(archive.read("config.json"))
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CheckpointError(f"not a .keras archive: {error}") from error
+    except Exception as error:  # zipfile and zlib raise errors of many classes at damaged bytes
+        raise CheckpointError(f"not a .keras archive: {type(error).__name__}: {error}") from error
 
 
 def check_self_contained(file: bytes, own: Mapping[str, Any], *, safe: bool = True) -> None:
@@ -259,8 +259,8 @@ def arrays_from_bytes(data: bytes) -> dict[str, Array]:
             import ml_dtypes  # installed with TensorFlow
 
             arrays[name] = arrays[name].view(np.dtype(getattr(ml_dtypes, kind))).reshape(shape)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"not a file of arrays: {error}") from error
+    except Exception as error:  # zipfile, zlib and numpy raise errors of many classes at damaged bytes
+        raise CheckpointError(f"not a file of arrays: {type(error).__name__}: {error}") from error
     return arrays
 
 

@@ -82,8 +82,12 @@ class ElasticTorchModel(ElasticModel):
         super()._restore(facts, files, objects)
         if _WEIGHTS not in files or _ARCHITECTURE not in objects:
             raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
-        weights = serialization.from_bytes(files[_WEIGHTS])
-        self._module = serialization.fill(objects[_ARCHITECTURE], weights).eval()
+        try:
+            weights = serialization.from_bytes(files[_WEIGHTS])
+            self._module = serialization.fill(objects[_ARCHITECTURE], weights).eval()
+        except CheckpointError as error:
+            error.message = f"{_WEIGHTS}: {error.message}"
+            raise
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,14 @@ def hollow(module: torch.nn.Module) -> torch.nn.Module:
 
 def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
     """Load weights into the tensors of a module, which may be hollow; raise CheckpointError if they do not fit."""
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"the saved weights are a {type(weights).__name__}, not tensors by name")
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
     try:
         load_state(module, weights)
-    except (RuntimeError, AttributeError) as error:
+    except Exception as error:  # of names and shapes, or of a damaged file
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}: {error}") from error
     return module
 
@@ -190,8 +192,8 @@ def loads(file: bytes) -> Any:
     trust.TORCH.check(torch.__version__)
     try:
         needed = [_accepted(module, name) for module, name in _names_in(file)]
-    except (zipfile.BadZipFile, KeyError, StopIteration) as error:
-        raise CheckpointError(f"not a file of torch.save: {error}") from None
+    except Exception as error:  # zipfile, pickletools and imports raise errors of many classes at damaged bytes
+        raise CheckpointError(f"not a file of torch.save: {type(error).__name__}: {error}") from None
     try:
         with torch.serialization.safe_globals([each for each in needed if each is not None]):
             return torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")

@@ -266,6 +266,11 @@ def threads_for(requested: int | None, cores: int, workers: int) -> int:
 def first_rows(training: Training, rows: int) -> Batch:
     """Read the first rows of the training dataset, in the order of its files."""
     with training.dataset.reader(
-        "train", batch_size=rows, shuffle=False, prefetch=0, cache_dir=training.cache_dir
+        "train",
+        batch_size=rows,
+        shuffle=False,
+        prefetch=0,
+        cache_dir=training.cache_dir,
+        cache_bytes=training.cache_bytes,
     ) as reader:
         return next(iter(reader.epoch(0)))

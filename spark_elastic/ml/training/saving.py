@@ -13,7 +13,15 @@ from spark_elastic.collective.process import process
 from spark_elastic.data.reader import resolve_order, window_settings_of
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, first_line, name_of
+from spark_elastic.ml.checkpoints import (
+    CLOSE_S,
+    CheckpointFacts,
+    Checkpoints,
+    CheckpointWriter,
+    Contents,
+    first_line,
+    name_of,
+)
 from spark_elastic.ml.run_lease import RunMissingError
 from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView, notify
@@ -61,6 +69,7 @@ class CheckpointSchedule:
 
     def after_step(self, run: RunView) -> None:
         """Write a checkpoint if one is due after this step, or a callback requested one."""
+        self.writer.watch()
         every_s = self._plan.every_seconds
         due = every_s is not None and clock.monotonic() - self._last >= every_s
         if run.wants_checkpoint or (due and not self.writer.busy):  # skipped while the last one is being written
@@ -87,7 +96,7 @@ class CheckpointSchedule:
             document["environment"] = dict(environment)
         token = self.checkpoints.token
         facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
-        self.writer.submit(lambda: Contents(facts, document, make_files()))
+        self.writer.submit(lambda: Contents(facts, document, make_files()), at.step, tuple(best_of))
         if self._training.verbose > 1:
             print(f"writing a checkpoint of step {at.step}", flush=True)
 
@@ -213,9 +222,10 @@ class ResultWriter:
 
     Args:
         make_files: Returns the files by name, in the order in which they are written.
+        before: Called before the first file is written.
         check: Raises `RunTakenError` if this process must not write any more; that is not retried.
         notify: Shows a message to people.
-        timeout_s: Time after which a file is given up.
+        timeout_s: Time after which a file is given up. A write that does not return is given up after twice the time.
         wait: Sleeps for the given seconds; returns True at once if the writer is being closed.
     """
 
@@ -226,6 +236,7 @@ class ResultWriter:
         check: Callable[[], None],
         notify: Callable[[str], None],
         *,
+        before: Callable[[], None] = lambda: None,
         timeout_s: float = SAVE_TIMEOUT_S,
         now: Callable[[], float] = clock.monotonic,
         wait: Callable[[float], bool] | None = None,
@@ -233,10 +244,13 @@ class ResultWriter:
         self.unsaved: dict[str, bytes] = {}
         self._store = store
         self._make_files = make_files
+        self._before = before
+        self._left: dict[str, bytes] = {}  # files that were not written yet
         self._check = check
         self._notify = notify
         self._timeout_s = timeout_s
         self._now = now
+        self._began = self._notified = now()
         self._closing = threading.Event()
         self._wait = self._closing.wait if wait is None else wait
         self._error: Exception | None = None
@@ -249,18 +263,40 @@ class ResultWriter:
         done = self._done.wait(timeout_s)
         if self._error is not None:
             raise self._error
-        return done
+        seconds = self._now() - self._began
+        if done or self._closing.is_set():
+            return True
+        limit_s = 2 * max(self._timeout_s, NOTIFY_INTERVAL_S)  # for the last checkpoint, and then for the result
+        if seconds > limit_s and self._left:
+            self._closing.set()
+            self.unsaved = dict(self._left)
+            names = ", ".join(self.unsaved)
+            self._notify(
+                f"{names}: {self._store.url} has not answered for {_in_words(seconds)}; what is not written is sent to "
+                "the driver with the results of the job instead"
+            )
+            return True
+        if self._now() - self._notified >= NOTIFY_INTERVAL_S:
+            self._notified = self._now()
+            self._notify(
+                f"the result has been being written to {self._store.url} for {_in_words(seconds)}; without an answer "
+                f"after {_in_words(limit_s)} it is sent to the driver instead"
+            )
+        return False
 
     def close(self) -> None:
         self._closing.set()
-        self._done.wait()
+        self._done.wait(CLOSE_S)
 
     def _work(self) -> None:
         try:
+            self._left = dict(self._make_files())
+            self._before()
             deadline = self._now() + self._timeout_s
-            for file, data in self._make_files().items():
-                if not self._write(file, data, deadline):
+            for file, data in list(self._left.items()):
+                if not self._write(file, data, deadline) and not self._closing.is_set():
                     self.unsaved[file] = data
+                del self._left[file]
         except Exception as error:  # raised by is_done
             self._error = error
         finally:

@@ -27,6 +27,7 @@ from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.checkpoints import SLOW_S
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
@@ -408,20 +409,20 @@ class Trainer:
         name, model = self.engine.model_file()
 
         def make_files() -> dict[str, bytes]:
-            self._drain_checkpoints()
             return {name: model, HISTORY_FILE: history.dumps().encode()}
 
         def check() -> None:
             if training.fence is not None:
                 training.fence.check()
 
-        return ResultWriter(training.store, make_files, check, notify, timeout_s=self._save_timeout_s)
+        before, timeout_s = self._drain_checkpoints, self._save_timeout_s
+        return ResultWriter(training.store, make_files, check, notify, before=before, timeout_s=timeout_s)
 
     def _drain_checkpoints(self) -> None:
         try:
-            self._checkpoints.writer.drain()
+            self._checkpoints.writer.drain(max(self._save_timeout_s, SLOW_S))
         except CheckpointError as error:  # the model is complete without it
-            log.warning("%s", error)
+            notify(str(error))
 
     def _wait_for_all(self) -> None:
         """Wait until the files are written and all workers have compared the rows that they read with their checksums.

@@ -237,6 +237,16 @@ def test_validation_rows_can_be_chosen_by_a_column(spark, store, table):
     assert sorted(Rows(dataset)["x"]) == [x for x in range(100) if x % 5]
 
 
+@pytest.mark.parametrize("kind", ["range", "repartition"])
+def test_very_many_small_partitions_are_written_by_a_few_tasks(spark, store, kind):
+    slots = spark.sparkContext.defaultParallelism
+    many = 65 * slots
+    frame = spark.range(0, 1000, 1, many) if kind == "range" else spark.range(1000).repartition(many)
+    dataset = materialize(frame, {"x": "id"}, store=store)
+    assert len(dataset.manifest.shards) == 16 * slots
+    assert sorted(Rows(dataset)["x"]) == list(range(1000))
+
+
 def test_rows_can_be_shuffled_by_spark_first(spark, store):
     frame = spark.range(0, 10_000, 1, 4)
     stored = Rows(materialize(frame, {"x": "id"}, store=store, pre_shuffle="spark"))["x"]

@@ -22,7 +22,7 @@ from spark_elastic.data.catalog import (
     mark_used,
 )
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.materialization import long_write
+from spark_elastic.data.materialization import fewer_tasks, long_write
 from spark_elastic.data.store import Store
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -188,6 +188,14 @@ def test_temporary_datasets_are_deleted_at_exit_unless_kept_since(store):
 )
 def test_write_that_took_long_says_how_rows_are_used_again(store, seconds, kept, line):
     assert long_write(seconds, store, kept) == (line and line.format(url=store.url))
+
+
+@pytest.mark.parametrize(
+    ("partitions", "slots", "tasks"),
+    [(8, 2, None), (128, 2, None), (129, 2, 32), (2000, 2, 32), (100_000, 2, 1563), (2000, 100, None)],
+)
+def test_very_many_partitions_are_joined_to_a_few_for_each_slot(partitions, slots, tasks):
+    assert fewer_tasks(partitions, slots) == tasks
 
 
 def test_forked_child_deletes_nothing(store):

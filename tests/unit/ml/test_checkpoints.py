@@ -272,6 +272,69 @@ def test_people_are_notified_once_of_failing_and_once_of_recovered_writes(checkp
     assert said == [first, "checkpoints can be written again", first]
 
 
+def test_hung_storage_holds_up_nobody_and_people_are_told(checkpoints, monkeypatch):
+    clock, said, made, over = [0.0], [], [], threading.Event()
+    write = checkpoints.write
+    monkeypatch.setattr(checkpoints, "write", lambda contents: over.wait(60) and write(contents))
+    writer = CheckpointWriter(checkpoints, 1, said.append, now=lambda: clock[0])
+    writer.submit(lambda: contents(1), 1)
+    while writer._waiting:
+        writer._thread.join(0.001)
+    clock[0] = 10.0
+    for step, best in ((2, ("loss",)), (3, ()), (4, ()), (5, ())):
+        writer.submit(lambda step=step, best=best: made.append(step) or contents(step, best), step, best)
+    for clock[0] in (29.0, 31.0, 45.0, 61.0, 62.0, 63.0):
+        writer.watch()
+    assert [line.partition(" has been being written to ")[0] for line in said] == ["the checkpoint of step 1"] * 2
+    assert [line.rpartition(" for ")[2] for line in said] == [f"{s} s; training continues" for s in (31, 62)]
+    later = threading.Timer(0.1, lambda: clock.__setitem__(0, 100.0))
+    later.start()
+    with pytest.raises(CheckpointError, match=r"not written to .* within 5 s; the fit ends without it"):
+        writer.drain(5.0)
+    later.join()
+    over.set()
+    writer.close()
+    assert made == [2, 5], "the best and the newest are written once the storage answers"
+
+
+def failing(read, times, error):
+    left = [times]
+
+    def fails(path):
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return read(path)
+
+    return fails
+
+
+@pytest.mark.parametrize("method", ["read_bytes", "checksum"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_failed_read_is_repeated_and_the_newest_checkpoint_is_the_latest(checkpoints, monkeypatch, method, times):
+    for number in (1, 2):
+        checkpoints.write(contents(number))
+    pauses = []
+    there = Checkpoints(checkpoints.store, pause=pauses.append)
+    fails = failing(getattr(checkpoints.store, method), times, OSError("input/output"))
+    monkeypatch.setattr(Store, method, lambda self, path: fails(path))
+    assert there.latest().step == 2
+    assert pauses == [0.5, 1.0, 2.0][:times]
+
+
+def test_checkpoint_that_cannot_be_read_is_not_replaced_by_an_older_one(checkpoints, monkeypatch):
+    for number in (1, 2):
+        checkpoints.write(contents(number))
+    there = Checkpoints(checkpoints.store, pause=lambda _: None)
+
+    def fails(self, path):
+        raise PermissionError("not now")
+
+    monkeypatch.setattr(Store, "read_bytes", fails)
+    with pytest.raises(CheckpointError, match=r"000000000002 .* not now.* start again when the storage answers"):
+        there.latest()
+
+
 def test_drain_raises_a_failed_write_unless_a_later_one_succeeded(checkpoints):
     def fails():
         raise OSError("the disk is full")

@@ -12,6 +12,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, RunTakenError
+from spark_elastic.ml import run_lease
 from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
 from spark_elastic.ml.run_folder import clear
 from spark_elastic.ml.run_lease import (
@@ -138,6 +139,18 @@ def test_killed_driver_on_this_host_is_replaced_at_once(run):
     assert time.waited == 0
     with pytest.raises(RunTakenError):
         Fence(run, first.token, first.name).check()
+
+
+def test_driver_that_proc_hides_counts_as_alive(run, monkeypatch):
+    here = replace(HERE, pid=os.getppid(), started=run_lease.started_of(os.getppid()))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert not here.is_dead(HERE)
+    assert replace(here, started=here.started + 1).is_dead(HERE), "another process has its number now"
+    assert replace(here, pid=gone.pid).is_dead(HERE)
+    monkeypatch.setattr(run_lease, "started_of", lambda pid: 0)
+    assert not here.is_dead(HERE)
+    assert replace(here, pid=gone.pid).is_dead(HERE)
 
 
 def test_own_process_cannot_hold_the_run_twice(run):

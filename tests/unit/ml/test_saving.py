@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from spark_elastic.data.store import Store
@@ -107,3 +109,29 @@ def test_timeout_is_read_from_the_environment(text, expected):
             save_timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text})
     else:
         assert save_timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text}) == expected
+
+
+def test_storage_that_hangs_is_told_and_given_up_after_twice_the_time(store):
+    storage, over, inside = Storage(store, "model.pt", until=0), threading.Event(), threading.Event()
+
+    def hangs(*_, **__):
+        inside.set()
+        over.wait(60)
+        raise OSError("the test is over")
+
+    storage.write_bytes = hangs
+    writer = ResultWriter(storage, lambda: FILES, lambda: None, storage.said.append, now=lambda: storage.now)
+    assert inside.wait(30)
+    for storage.now in (120.0, 131.0, 140.0, 699.0):
+        assert not writer.is_done(0.0)
+    assert len(storage.said) == 2
+    assert "has been being written to" in storage.said[0]
+    assert "for 31 s; without an answer after 10 minutes it is sent to the driver instead" in storage.said[0]
+    storage.now = 701.0
+    assert writer.is_done(0.0)
+    assert writer.unsaved == FILES
+    assert "history.json" in storage.said[-1]
+    assert "model.pt" in storage.said[-1]
+    over.set()
+    writer.close()
+    assert writer.unsaved == FILES

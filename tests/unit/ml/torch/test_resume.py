@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
+from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.engine import assemble
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.training.spec import CheckpointPlan
@@ -109,6 +111,23 @@ def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp
 def test_checkpoints_follow_the_plan_and_the_newest_are_kept(data, tmp_path):
     alone(make_training(data, tmp_path, checkpoints=CheckpointPlan(every_epochs=2, keep=2)))
     assert [facts.step for facts in checkpoints_in(tmp_path).complete()] == [26, STEPS]
+
+
+def test_storage_that_hangs_does_not_hold_up_the_steps(data, tmp_path, monkeypatch, undisturbed):
+    """It answers after the last step, which otherwise would never come."""
+    over, steps, write = threading.Event(), Counter(), Checkpoints.write
+
+    def count(run):
+        steps.update(["step"])
+        if steps["step"] == STEPS:
+            over.set()
+
+    monkeypatch.setattr(Checkpoints, "write", lambda self, contents: over.wait(60) and write(self, contents))
+    callbacks = [EverySteps(1), LambdaCallback(on_batch_end=count)]
+    result = alone(make_training(data, tmp_path, callbacks=callbacks))
+    assert steps["step"] == STEPS
+    assert_as_undisturbed(result, tmp_path, undisturbed)
+    assert checkpoints_in(tmp_path).latest().step == STEPS
 
 
 def test_without_a_plan_no_checkpoints_are_written(data, tmp_path):
