@@ -253,7 +253,7 @@ def modules_in(pickled: bytes) -> set[str]:
         if op.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
             value = arg
         elif op.name in ("BINGET", "LONG_BINGET"):
-            value = memo[arg]
+            value = memo[int(arg or 0)]
         elif op.name == "STACK_GLOBAL":
             found.add(str(last[-2]))
             value = f"{_GLOBAL}{last[-1]}"

@@ -157,7 +157,7 @@ def test_horovods_argument_names_are_accepted_with_a_warning() -> None:
         run_async(nothing, start_timout=1, launcher=LocalLauncher())
     with pytest.raises(TypeError, match="did you mean 'num_proc'"):
         run_async(nothing, NUM_PROC=1, launcher=LocalLauncher())
-    with pytest.raises(InvalidSettingsError, match="device must be .*, not 'gpu'; did you mean 'cuda'"):
+    with pytest.raises(InvalidSettingsError, match=r"device must be .*, not 'gpu'; did you mean 'cuda'"):
         run_async(nothing, device="gpu", launcher=LocalLauncher())
     with pytest.raises(TypeError, match="unknown"):
         run_async(nothing, unknown=1, launcher=LocalLauncher())

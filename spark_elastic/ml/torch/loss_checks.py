@@ -38,11 +38,11 @@ def broadcast_is_an_error() -> Iterator[None]:
 # --- all pairs ------------------------------------------------------------------------------------
 
 
-class _Broadcasts(TorchDispatchMode):
+class _Broadcasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds an operation that broadcasts [rows, 1] and [rows] to [rows, rows]."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
         self.shapes: list[list[int]] = []
 
@@ -60,7 +60,7 @@ class _Broadcasts(TorchDispatchMode):
 def _is_broadcast(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if the output has the shape that the inputs are broadcast to: it does not have that of a layer's."""
     try:
-        return out.shape == torch.broadcast_shapes(*(each.shape for each in tensors))
+        return bool(out.shape == torch.broadcast_shapes(*(each.shape for each in tensors)))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
 
@@ -78,7 +78,8 @@ def _all_pairs(call: Callable[[tuple[Any, ...]], Any], labels: Sequence[Any], ro
         except Exception as error:
             log.info("it is not known which rows are compared: %s", error)
             return None
-        return found.shapes
+        shapes: list[list[int]] = found.shapes
+        return shapes
 
     if rows < 2:
         return []

@@ -133,7 +133,7 @@ def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
     if inspect.isroutine(inner):
         legacy = {"size_average", "reduce"} & settings.keys()  # they override reduction
         return (inner if inner in _KNOWN and not legacy else None), settings.get
-    kind = next((each for each in type(inner).__mro__ if each in _KNOWN), None)
+    kind: Any = next((each for each in type(inner).__mro__ if each in _KNOWN), None)
     own = kind is None or settings or type(inner).forward is not kind.forward
     return (None if own else kind), lambda name, default: getattr(inner, name, default)
 
