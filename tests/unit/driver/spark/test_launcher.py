@@ -141,7 +141,7 @@ def simulated(monkeypatch):
     before.assert_no_threads_left()
 
 
-DONE = (0, False, "done", False)
+DONE = (0, False, "done", "REPORTED")
 
 
 @pytest.mark.parametrize("slots", [1, 8, 32, 500])
