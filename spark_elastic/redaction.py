@@ -18,7 +18,8 @@ _NAMES = (
     r"passw(?:or)?d|passphrase|pwd|secret|credentials?|signature|token(?!i[zs]|s(?![a-z]))|jwt"
     r"|(?:access|account|api|private|shared|sas|signing|encryption)[-_.]?key"
 )
-_SECRET_NAME = re.compile(rf"(?:{_NAMES})s?(?:[-_]?id|[-_]?key)?$|^(?:key|sig|sas|auth|authorization)$", re.IGNORECASE)
+_SUFFIX = r"(?:[-_.]?id|[-_.]?key)?(?:\.[\w.-]{1,80}\.windows\.net)?"  # fs.s3a.secret.key, fs.azure.account.key.a.…
+_SECRET_NAME = re.compile(rf"(?:{_NAMES})s?{_SUFFIX}$|^(?:key|sig|sas|auth|authorization)$", re.IGNORECASE)
 _USERINFO = re.compile(
     # a password may hold "/", "?" and "@", so it ends at the last "@"; a port (":8080/") is no password
     r"(?<=://)(?P<user>[^\s/?#:]*:(?!\d{1,5}(?:[/?#\s]|$))\S*|[^\s/?#:]*)@"
@@ -30,8 +31,8 @@ _QUERY = re.compile(
     re.IGNORECASE,
 )
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?<![\w.-])[\w.-]*(?:{_NAMES})(?:[-_]?id|[-_]?key)?(?:=|['\"]\s*:\s*))"
-    r"(?!\*{3})(?:'[^']*'|\"[^\"]*\"|[^\s,;'\"(){}\[\]&]+)",
+    rf"(?P<name>(?<![\w.-])[\w.-]*(?:{_NAMES}){_SUFFIX}(?:=|['\"]\s*:\s*)|\bauthorization\b['\"]?\s*[:=]\s*['\"]?\w+ )"
+    r"(?!\*{3}|None\b|True\b|False\b)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;'\"(){}\[\]&]+)",
     re.IGNORECASE,
 )
 """`AccountKey=...;` in a connection string, `password=...`, `"token": "..."`; not `max_tokens=100`."""

@@ -37,6 +37,9 @@ WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
 _TASKS_A_SLOT = 64
 _JOINED = 64
+_IN_PLACES = ("Sort [", "InMemoryTableScan")
+"""Parts of plans after which partitions have an order and a place."""
+_PLACES_ASKED = 16
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
@@ -272,17 +275,26 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
 
 
 def _fewer_tasks(rows: Any) -> int | None:
-    """Return how many tasks a query needs that has more partitions than `_TASKS_A_SLOT` for each slot; else None."""
+    """Return how many tasks a query needs that has more partitions than `_TASKS_A_SLOT` for each slot; else None.
+
+    Spark joins partitions that are near one another, and so those whose place it knows in another order than their
+    own: sorted rows and cached ones keep their partitions.
+    """
     if is_connect(rows):
         return None  # it does not show the plan
     try:
-        query = rows._jdf.queryExecution()
+        query, context = rows._jdf.queryExecution(), rows.sparkSession.sparkContext
         plan = query.executedPlan()
         if plan.getClass().getSimpleName() == "AdaptiveSparkPlanExec":  # to ask for its RDD would run its shuffles
-            partitions = int(plan.initialPlan().outputPartitioning().numPartitions())
+            plan = plan.initialPlan()
+            partitions = int(plan.outputPartitioning().numPartitions())
+            placed = any(node in str(plan.toString()) for node in _IN_PLACES)
         else:
-            partitions = int(query.toRdd().getNumPartitions())
-        return fewer_tasks(partitions, rows.sparkSession.sparkContext.defaultParallelism)
+            rdd = query.toRdd()
+            partitions = int(rdd.getNumPartitions())
+            some = range(0, partitions, max(1, partitions // _PLACES_ASKED))
+            placed = any(context._jsc.sc().getPreferredLocs(rdd, each).nonEmpty() for each in some)
+        return None if placed else fewer_tasks(partitions, context.defaultParallelism)
     except Exception as error:  # of py4j: the plan is no public interface
         _log.debug("the partitions of the query could not be counted: %s", error)
         return None

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import re
+import resource
 import shutil
 import threading
 import time
@@ -47,6 +48,7 @@ _FETCHERS = 8  # concurrent requests: an object store takes tens of ms for each,
 _PART_BYTES = 4 << 20  # bytes of a request
 _PAUSES_S = (0.0, 1.0)  # pauses before the second and third try: a broken connection must not end hours of training
 _POLL_S = 0.05  # between looks at a lock of another process, which may fetch for minutes
+_MORE_DESCRIPTORS = 512  # of a process, besides those of the shards that it holds
 ROOM_TIMEOUT_S = 300.0  # how long a fetch waits until others release shards that are in its way
 
 
@@ -273,6 +275,7 @@ class CachedSplit:
         for files, shard in zip(self._files, shards, strict=True):
             if sidecars and shard.sidecar is not None:
                 files.append(self._file(shard.sidecar, shard.sidecar_nbytes, shard.sidecar_crc32))
+        _allow_descriptors(sum(map(len, self._files)) + _MORE_DESCRIPTORS)
         paths = [files[0].path for files in self._files]
         sides = [files[1].path if len(files) > 1 else None for files in self._files]
         self.rows = open_rows(paths, numbering, manifest.layout.stride, [s.nbytes for s in shards], later=True)
@@ -342,6 +345,9 @@ class CachedSplit:
         except BaseException:
             for file in held:
                 os.close(file)
+            with self._guard:
+                if not self._uses[shard]:  # released meanwhile: the next request tries again
+                    del self._local[shard]
             raise
         with self._guard:
             self._held[shard] = held
@@ -395,6 +401,14 @@ class CachedSplit:
         for files in self._files:
             for file in files:
                 file.remote.close()
+
+
+def _allow_descriptors(most: int) -> None:
+    """Raise the limit of this process's open files as far as it may be raised: a shuffle holds all shards open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < most:
+        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def check_cache_bytes(cache_bytes: int | None, least: int, what: str) -> None:

@@ -12,12 +12,14 @@ import os
 import pickle
 import pickletools
 import platform
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spark_elastic.data.spark_connect import is_connect
@@ -32,6 +34,7 @@ NEEDED_ON_CONNECT = ("pandas", *NEEDED_FOR_ROWS)
 ON_CONNECT = "the Python that the PYSPARK_PYTHON of Spark Connect's server names, else its python3"
 """The executors' Python behind a Connect session, where no task could say its path."""
 CHECK_TIMEOUT_S = 20.0
+_PATIENCE_S = 20.0  # for a job of one task, where other jobs may have all slots
 _DEFAULT = "python3"
 _GLOBAL = "global "
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
@@ -210,12 +213,15 @@ def _ask_on_connect(session: Any, names: Sequence[str]) -> tuple[str, str, list[
 # --- the user's own modules -------------------------------------------------------------------------
 
 
-def check_modules(context: Any, pickled: bytes) -> None:
+def check_modules(context: Any, pickled: bytes, env: Mapping[str, str] | None = None) -> None:
     """Run a job of one task that looks for the user's own modules that a pickle names; none if it names none.
+
+    Where all slots are taken for longer than `_PATIENCE_S`, nothing is found out: the worker names what it lacks.
 
     Args:
         context: A SparkContext, or a session of Spark Connect.
         pickled: A pickle of protocol 4 or newer.
+        env: What is set in the environment of workers. A PYTHONPATH is one that Spark's own Python does not have.
 
     Raises:
         NotPicklableError: Executors cannot import one of them.
@@ -223,9 +229,24 @@ def check_modules(context: Any, pickled: bytes) -> None:
     files = {name: file for name in modules_in(pickled) if (file := _own_file(name)) is not None}
     remote = is_connect(context)
     about = (str(context.session_id if remote else context.applicationId), " ".join(sorted(files)))
-    if not files or about in _checked:
+    if not files or about in _checked or "PYTHONPATH" in (env or {}):
         return
-    if missing := (_ask_on_connect if remote else _ask)(context, sorted(files))[2]:
+    answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((_ask_on_connect if remote else _ask)(context, sorted(files))[2])
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, name="spark_elastic-modules", daemon=True).start()
+    try:
+        missing = answers.get(timeout=_PATIENCE_S)
+    except queue.Empty:
+        return
+    if isinstance(missing, Exception):
+        raise missing
+    if missing:
         name, send = missing[0], "addArtifacts(..., pyfile=True) of the session" if remote else "sc.addPyFile"
         raise NotPicklableError(
             f"the executors cannot import {name}, which this program has from {files[name]}; send it with {send} "

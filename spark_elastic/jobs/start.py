@@ -55,7 +55,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
     backend = backend_of(call)
     if call.launcher is None:
-        check_modules(preflight.check_spark(call.spark), function)
+        check_modules(preflight.check_spark(call.spark), function, call.env)
     settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
     sources = backend.sources()
     if call.discovery is not None:

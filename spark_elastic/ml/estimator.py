@@ -304,7 +304,7 @@ class ElasticEstimator(
         except Exception as error:  # the dry run names the setting
             log.debug("own modules are not looked for: %s", error)
             return
-        check_modules(context, pickled)
+        check_modules(context, pickled, (self._given("run_options") or {}).get("env"))
 
     def _pickled(self, value: Any) -> bytes:
         """Pickle settings as they travel to the workers."""

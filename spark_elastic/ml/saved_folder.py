@@ -69,7 +69,7 @@ class StoreFolder:
         self._store = Store.create(path)
 
     def qualified(self, path: str) -> str:
-        return Store.create(path).url
+        return Store.create(path).address
 
     def exists(self) -> bool:
         return self._store.exists()

@@ -176,7 +176,7 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
         problem = NotPicklableError(
             f"the function cannot be loaded in the worker: {type(error).__name__}: {error}. It was pickled by "
             f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; "
-            "if a module is missing, install it on the executors"
+            "if a module is missing, install it on the executors, or send your own with sc.addPyFile"
         )
         _fail(link, problem, error)
 

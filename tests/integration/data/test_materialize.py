@@ -16,6 +16,7 @@ from spark_elastic.data import catalog
 from spark_elastic.data.catalog import DATASETS, clear_cache, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.materialization import _fewer_tasks as joined
 from spark_elastic.data.materialization import materialize
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
@@ -245,6 +246,17 @@ def test_very_many_small_partitions_are_written_by_a_few_tasks(spark, store, kin
     dataset = materialize(frame, {"x": "id"}, store=store)
     assert len(dataset.manifest.shards) == 16 * slots
     assert sorted(Rows(dataset)["x"]) == list(range(1000))
+
+
+def test_partitions_that_spark_would_join_in_another_order_are_left_alone(spark):
+    many = 65 * spark.sparkContext.defaultParallelism
+    ordered = spark.range(1000).repartitionByRange(many, "id").sortWithinPartitions("id").selectExpr("2 * id AS x")
+    cached = spark.range(0, 1000, 1, many).cache()
+    try:
+        cached.count()
+        assert [joined(frame) for frame in (ordered, cached)] == [None, None]
+    finally:
+        cached.unpersist()
 
 
 def test_rows_can_be_shuffled_by_spark_first(spark, store):

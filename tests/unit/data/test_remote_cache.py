@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -387,3 +388,30 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
             with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
                 next(reader.epoch(0))
                 assert before.threads()
+
+
+def test_shuffle_of_more_shards_than_files_may_be_open_raises_that_limit(tmp_path):
+    numbered(tmp_path / "set", [5] * 90)
+    _, dataset = remote(tmp_path / "set")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
+    try:
+        with dataset.reader(batch_size=450, cache_dir=tmp_path / "cache") as reader:
+            (batch,) = labels(reader.epoch(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert sorted(batch) == list(range(450))
+
+
+def test_request_after_a_released_one_that_failed_reads_the_store_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_cache, "_PAUSES_S", ())
+    numbered(tmp_path / "set", [100])
+    far, dataset = remote(tmp_path / "set")
+    far.stuck, far.gate, far.drops = threading.Event(), threading.Event(), 1
+    with contextlib.closing(opened(dataset, tmp_path / "cache")) as split:
+        (fetch,) = (first := split.request([(0, 100)])).values()
+        assert far.stuck.wait(20)
+        split.release(first)
+        far.gate.set()
+        assert isinstance(fetch.exception(20), StoreError)
+        split.wait(split.request([(0, 100)]), Future())

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from spark_elastic.data import spark_python
 from spark_elastic.data.spark_python import _check_program, check_modules, choose_python, modules_in
 from spark_elastic.errors import ExecutorPythonError, NotPicklableError
 
@@ -128,6 +130,20 @@ def test_a_module_of_ones_own_that_executors_lack_is_named_with_the_way_to_send_
         NotPicklableError, match=r"cannot import own_module, .*own_module\.py; send it with sc.addPyFile"
     ):
         check_modules(Executors("python3"), cloudpickle.dumps(own.Net()))
+
+
+def test_no_job_looks_for_modules_that_the_workers_own_pythonpath_has(own: Any) -> None:
+    executors = Executors("python3")
+    check_modules(executors, cloudpickle.dumps(own.Net()), {"PYTHONPATH": "/shared"})
+    assert not hasattr(executors, "jobs")
+
+
+def test_job_that_gets_no_slot_keeps_nobody_waiting(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_python, "_PATIENCE_S", 0.01)
+    executors, free = Executors("python3"), threading.Event()
+    monkeypatch.setattr(executors, "collect", lambda: free.wait(20))
+    check_modules(executors, cloudpickle.dumps(own.Net()))
+    free.set()
 
 
 def test_no_job_looks_for_installed_modules() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.ml.persistence import _encode, plain_and_objects, warn_of_trust
+from spark_elastic.ml.saved_folder import StoreFolder
 from spark_elastic.ml.trust import TRUST_VARIABLE, granted
 
 
@@ -97,3 +98,10 @@ def test_saving_warns_of_values_that_need_trust(caplog: pytest.LogCaptureFixture
     said = saved(caplog, model=net, optimizer=lambda params: torch.optim.Adam(params))
     assert "loading ElasticTorchEstimator from /models/a will need trust, because of optimizer:" in said
     assert TRUST_VARIABLE in said
+
+
+def test_folders_that_messages_show_alike_are_not_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_VARIABLE, "memory://models/token=a")
+    folder = StoreFolder(None, "memory://models/token=b")
+    assert granted("memory://models/token=a/x", folder.qualified)
+    assert not granted("memory://models/token=b/x", folder.qualified)
