@@ -59,11 +59,11 @@ def dry_run(
     generator = torch.random.get_rng_state()
     try:
         batch = first_rows(copied, common.ROWS)
-        result, logged = _step(copied, batch)
+        result, found = _step(copied, batch)
         first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
         predictor = TorchPredictor(_trained_copy(training, copied.model).eval(), "cpu")
         tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
-        return replace(tried, settings={"logged": logged})
+        return replace(tried, settings=found)
     finally:
         torch.random.set_rng_state(generator)
 
@@ -100,8 +100,8 @@ def initialise(training: TorchTraining) -> None:
         )
 
 
-def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[LoggedName, Any]]:
-    """Do one step; return the result of its forward pass, and what the model logs, as `TorchTraining.logged`."""
+def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[str, Any]]:
+    """Do one step; return the result of its forward pass, and the settings that only a step shows."""
     common.check_metric_names(training.metrics)
     model = training.model.cpu()
     optimizer = build_optimizer(training.optimizer, model)
@@ -158,7 +158,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[Lo
         schedule.after_epoch(row)
     check_losses(training, objective, part, result)
     _check_writable(training, model, optimizer, schedule)
-    return result, logged
+    return result, {"logged": logged, "paired": objective.paired}
 
 
 def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
@@ -204,8 +204,8 @@ def _subject(training: TorchTraining) -> str:
 
 
 def _validation(training: TorchTraining, objective: Objective, part: TorchBatch) -> ForwardResult | None:
-    """Call a `ModelStep` as in a validation; None for other models, and without a validation."""
-    if not (isinstance(training.train_fn, ModelStep) and training.validates):
+    """Call the model as in a validation, where it may return something else; None without a validation."""
+    if not training.validates:
         return None
     objective.set_mode(training.model, False)
     with UserCodeContext(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():

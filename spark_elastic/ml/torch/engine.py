@@ -411,4 +411,5 @@ def objective_of(training: TorchTraining, device: torch.device | None = None) ->
         labels=sum(name.startswith(LABEL) for name in names),
         weighted=WEIGHT in names,
         loss_weights=training.loss_weights,
+        paired=training.paired,
     )

@@ -136,7 +136,8 @@ def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch
         DataError: a loss compares each output with the labels of all rows.
         InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set.
     """
-    if training.loss_is_per_worker:
+    per_worker = training.loss_is_per_worker
+    if per_worker and all(count == part.rows for count in result.counts):
         return
     if training.train_fn is not None:
         _check_train_fn(training, objective, part)
@@ -145,7 +146,7 @@ def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch
     own = [at for at, term in enumerate(objective.terms) if term.own]
     batch = _more_rows(training, part, result.outputs) if own else part
     for at in own:
-        _check_term(losses[at], objective.terms[at], at, part, result.outputs[at].detach(), batch)
+        _check_term(losses[at], objective.terms[at], at, part, result.outputs[at].detach(), batch, per_worker)
 
 
 def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any] = ()) -> TorchBatch:
@@ -162,9 +163,17 @@ def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any]
         return part
 
 
-def _check_term(loss: Any, term: LossTerm, at: int, part: TorchBatch, output: torch.Tensor, batch: TorchBatch) -> None:
+def _check_term(
+    loss: Any,
+    term: LossTerm,
+    at: int,
+    part: TorchBatch,
+    output: torch.Tensor,
+    batch: TorchBatch,
+    per_worker: bool,
+) -> None:
     alone = LossTerm(loss, weighted=False)
-    if part.labels:
+    if part.labels and not per_worker:
         label = part.labels[at]
         shapes = _all_pairs(lambda labels: alone(output, labels[0], None, part.rows), [label], part.rows)
         if shapes:
@@ -184,7 +193,7 @@ def _check_term(loss: Any, term: LossTerm, at: int, part: TorchBatch, output: to
     def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
 
-    _compare(term.name, whole, of, batch.rows)
+    _compare(term.name, whole, of, batch.rows, per_worker)
 
 
 def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
@@ -198,7 +207,7 @@ def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBa
         model.eval()
         model.training = of_model
         shapes = _all_pairs(lambda labels: objective.forward(model, _with_labels(part, labels)), part.labels, part.rows)
-        if shapes:
+        if shapes and not training.loss_is_per_worker:
             what = ", ".join(f"{LABEL}{at} {list(each.shape)}" for at, each in enumerate(part.labels))
             raise _all_pairs_error(name, shapes, what)
 
@@ -206,7 +215,7 @@ def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBa
             result = objective.forward(model, _cut(batch, start, stop))
             return result.sums[0], result.counts[0]
 
-        _compare(name, lambda: of(0, batch.rows), of, batch.rows)
+        _compare(name, lambda: of(0, batch.rows), of, batch.rows, training.loss_is_per_worker)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -231,10 +240,12 @@ def _compare(
     whole: Callable[[], tuple[torch.Tensor, float]],
     of: Callable[[int, int], tuple[torch.Tensor, float]],
     rows: int,
+    per_worker: bool,
 ) -> None:
     """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
 
-    A loss that is random, or cannot be computed of a part, is not judged.
+    A loss that is random, or cannot be computed of a part, is not judged. One that is `per_worker` may be anything but
+    a pair with a mean in place of the denominator.
     """
     if rows < 2:
         return None
@@ -256,6 +267,14 @@ def _compare(
         return log.info("%s is random, so it is not known if it is a mean over rows", name)
     count = sum(part[1] for part in found)
     if not count or not expected[1] or not math.isfinite(loss := float(expected[0]) / expected[1]):
+        return None
+    if count > expected[1] * (1 + 1e-4) or (count < expected[1] * (1 - 1e-4) and not per_worker):
+        raise InvalidSettingsError(
+            f"{name} returned two values, for a numerator and a denominator, and the second is no denominator: it is "
+            f"{expected[1]:.6g} for the first {rows} rows together, and {count:.6g} in all for {len(found)} parts of "
+            "them. Return the loss alone; a train_fn returns values for metrics as (loss, outputs), with outputs by row"
+        )
+    if per_worker:
         return None
     sums = [float(part[0]) for part in found]
     parts, size = sum(sums) / count, sum(map(abs, sums)) / count

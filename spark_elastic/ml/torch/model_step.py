@@ -115,7 +115,12 @@ def summed(
     count = float(rows)
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value, denominator = value
-        count, adds = float(torch.as_tensor(denominator).detach().sum()), True
+        if isinstance(denominator, torch.Tensor) and denominator.requires_grad:
+            raise DataError(
+                f"{name} returned two values, and the second, a denominator, depends on the model's parameters, which "
+                "would not be trained through it; return the loss alone, or detach the denominator"
+            )
+        count, adds = float(torch.as_tensor(denominator).sum()), True
     if isinstance(value, torch.Tensor):
         if value.dim() and value.shape[0] == rows:
             values = value.reshape(rows, -1)

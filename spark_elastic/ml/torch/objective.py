@@ -234,8 +234,11 @@ class Objective:
         labels: int,
         weighted: bool,
         loss_weights: Sequence[float] | None = None,
+        paired: bool | None = None,
     ) -> None:
         self._train_fn = train_fn
+        self.paired = paired
+        """`train_fn` returns (numerator, denominator), not (loss, outputs); None: as each result looks."""
         self._step = train_fn if isinstance(train_fn, ModelStep) else None
         self.terms: list[LossTerm] = []
         if train_fn is None:
@@ -294,10 +297,15 @@ class Objective:
     def _forward_by_train_fn(self, train_fn: Any, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         returned = train_fn(model, batch)
         loss, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
-        if not isinstance(loss, tuple) and _is_number(outputs):  # (numerator, denominator) without outputs
+        learns = torch.is_grad_enabled()
+        constant = not (isinstance(outputs, torch.Tensor) and outputs.requires_grad)
+        pair = not isinstance(loss, tuple) and _is_number(outputs) and constant if self.paired is None else self.paired
+        if learns and batch.rows > 1:  # of one row, or without gradients, outputs may look like a denominator
+            self.paired = pair
+        if pair:
             loss, outputs = returned, ()
         by_row = isinstance(loss, torch.Tensor) and loss.shape == (batch.rows,) and batch.rows > 1
-        either = by_row and isinstance(outputs, torch.Tensor) and outputs.shape == loss.shape
+        either = by_row and isinstance(outputs, torch.Tensor) and outputs.shape == loss.shape and learns and constant
         if either or (isinstance(loss, torch.Tensor) and loss.numel() != 1 and not by_row):
             raise DataError(
                 "train_fn must return a loss or (loss, outputs), where the loss is one value, a value for each row, or "

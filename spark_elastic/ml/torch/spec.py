@@ -56,6 +56,7 @@ class TorchTraining(Training):
         scheduler_monitor: the column of the history that ReduceLROnPlateau follows.
         callbacks: callbacks, which run in every worker in this order.
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
+        paired: train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet.
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
         device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
@@ -71,6 +72,7 @@ class TorchTraining(Training):
     scheduler_monitor: str | None = None
     callbacks: Sequence[Callback] = ()
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
+    paired: bool | None = None
     config: Mapping[str, Any] = field(default_factory=global_config)
 
     def __post_init__(self) -> None:

@@ -426,6 +426,73 @@ def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset
     assert len(estimator(**changes, epochs=1).from_dataset_path(dataset).history) == 1
 
 
+# --- pairs of values ---------------------------------------------------------------------------------
+
+
+def with_accuracy(output: torch.Tensor, label: torch.Tensor) -> Any:
+    return unlabelled(output, label), (output.argmax(1) == label).float().mean()
+
+
+def with_distance(output: torch.Tensor, label: torch.Tensor) -> Any:
+    return unlabelled(output, label), output.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"loss": with_accuracy}, InvalidSettingsError, "with_accuracy returned two values, .* Return the loss alone"),
+        ({"loss": with_distance}, DataError, "a denominator, depends on the model's parameters"),
+        ({"train_fn": called(with_accuracy)}, InvalidSettingsError, "train_fn returned two values, .*no denominator"),
+    ],
+)
+@pytest.mark.parametrize("per_worker", [False, True])
+def test_number_beside_the_loss_is_not_taken_for_a_denominator(
+    changes: dict[str, Any], error: Any, said: str, per_worker: bool, dataset: Dataset
+) -> None:
+    with pytest.raises(error, match=f"(?s){said}"):
+        estimator(**{**SCORES, "loss": None, **changes}, loss_is_per_worker=per_worker).from_dataset_path(dataset)
+
+
+@pytest.mark.parametrize(
+    "train_fn",
+    [
+        lambda model, batch: (model(*batch.inputs).squeeze() - batch.labels[0]).square().mean(),
+        lambda model, batch: (((out := model(*batch.inputs).squeeze()) - batch.labels[0]).square().mean(), out),
+        lambda model, batch: (((out := model(*batch.inputs).squeeze(1)) - batch.labels[0]).square(), out),
+        lambda model, batch: (((out := model(*batch.inputs).squeeze()) - batch.labels[0]).square().mean(), out.mean()),
+    ],
+    ids=["alone", "outputs", "by row, outputs", "a mean"],
+)
+def test_values_beside_the_loss_change_nothing_in_batches_of_one_row(train_fn: Any, dataset: Dataset) -> None:
+    net = nn.Linear(6, 1)
+    net.load_state_dict({"weight": torch.full((1, 6), 0.1), "bias": torch.zeros(1)})
+    changes = {"model": net, "optimizer": torch.optim.SGD, "loss": None, "batch_size": 5, "epochs": 1}
+    found = estimator(**changes, train_fn=train_fn).from_dataset_path(dataset)
+    right = estimator(**changes, train_fn=called(difference)).from_dataset_path(dataset)
+    assert weights_of(found) == pytest.approx(weights_of(right), rel=1e-6)
+    assert found.history[0]["val_loss"] == pytest.approx(right.history[0]["val_loss"], rel=1e-6)
+
+
+class WithHelper(nn.Module):
+    """A model with a second output, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.first(x), self.second(x)) if self.training else self.first(x)
+
+
+def test_function_that_fails_in_validation_is_refused_before_workers_start(dataset: Dataset) -> None:
+    def train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        first, second = model(*batch.inputs)
+        return unlabelled(first, batch.labels[0]) + 0.4 * unlabelled(second, batch.labels[0])
+
+    with pytest.raises(DataError, match="the model and its loss in validation cannot deal with"):
+        estimator(**{**SCORES, "model": WithHelper(), "loss": None}, train_fn=train_fn).from_dataset_path(dataset)
+
+
 # --- modules whose shapes follow from the first rows ------------------------------------------------
 
 
