@@ -42,7 +42,7 @@ _OURS = re.compile(
 _log = logging.getLogger(__name__)
 
 _temporary: dict[str, tuple[Store, int]] = {}
-"""Address → the folder of a dataset that is deleted when this process ends, and the pid: a forked child deletes nothing."""
+"""Address → the folder of a dataset that is deleted when this process ends, and the pid: a fork deletes nothing."""
 
 
 def folder_of(store: Store, name: str) -> Store:
