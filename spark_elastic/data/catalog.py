@@ -42,7 +42,7 @@ _OURS = re.compile(
 _log = logging.getLogger(__name__)
 
 _temporary: dict[str, tuple[Store, int]] = {}
-"""URL → the folder of a dataset that is deleted when this process ends, and the pid: a forked child deletes nothing."""
+"""Address → the folder of a dataset that is deleted when this process ends, and the pid: a fork deletes nothing."""
 
 
 def folder_of(store: Store, name: str) -> Store:
@@ -99,9 +99,9 @@ def mark_used(folder: Store, keep: bool) -> None:
     folder.write_bytes("used", b"", durable=False)
     if keep:
         folder.write_bytes("keep", b"")
-        _temporary.pop(folder.url, None)
+        _temporary.pop(folder.address, None)
     elif not folder.exists("keep"):
-        _temporary[folder.url] = (folder, os.getpid())
+        _temporary[folder.address] = (folder, os.getpid())
 
 
 def may_be_lost(folder: Store) -> bool:
@@ -109,7 +109,7 @@ def may_be_lost(folder: Store) -> bool:
 
     Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote it.
     """
-    return folder.is_local and folder.url not in _temporary and not folder.exists("keep")
+    return folder.is_local and folder.address not in _temporary and not folder.exists("keep")
 
 
 @atexit.register
@@ -131,7 +131,7 @@ def delete_unless_used(folder: Store) -> None:
 
 def delete_dataset(folder: Store) -> None:
     """Delete a dataset, the manifest first: a process that opens it meanwhile finds none rather than half of one."""
-    _temporary.pop(folder.url, None)
+    _temporary.pop(folder.address, None)
     folder.delete(MANIFEST_NAME)
     folder.delete()
 

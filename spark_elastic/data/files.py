@@ -181,7 +181,7 @@ SETTING = "SPARK_ELASTIC_CHECK_ROWS"
 """Environment variable: with "off", files of local datasets are not compared with their checksums."""
 CHECKED = "checked"  # the subfolder of a dataset with the records of each host
 DAMAGED = "damaged"
-"""A file in a dataset's folder that marks the dataset as damaged; an automatic dataset is then written again."""
+"""A file in a dataset's folder that marks the dataset as damaged: its files are compared when it is opened again."""
 _READ_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2
 

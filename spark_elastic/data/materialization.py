@@ -42,8 +42,8 @@ _IN_PLACES = ("Sort [", "InMemoryTableScan")
 _PLACES_ASKED = 16
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
-"""URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
-_collected: set[str] = set()  # URLs of the stores in which this process has deleted orphans
+"""Address of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
+_collected: set[str] = set()  # addresses of the stores in which this process has deleted orphans
 
 
 def materialize(
@@ -128,7 +128,7 @@ def materialize(
         )
     folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
     kept = keep if keep is not None else dataset_id is not None
-    with _writing.setdefault(folder.url, threading.Lock()):
+    with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             found = _written_before(folder, settings, dataset_id)
             mark_used(folder, kept)
@@ -146,8 +146,8 @@ def materialize(
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
         if verbose and (line := long_write(monotonic() - began, folder, kept)):
             print(f"spark_elastic: {line}", file=sys.stderr, flush=True)
-        if place.url not in _collected:
-            _collected.add(place.url)
+        if place.address not in _collected:
+            _collected.add(place.address)
             collect_orphans(place)
         return dataset
 

@@ -388,7 +388,7 @@ def ensure_shared(store: Store, context: Any) -> None:
     from spark_elastic.data.spark_connect import application_of  # the driver only
     from spark_elastic.data.spark_python import check_executors
 
-    about = (application_of(context), store.url)
+    about = (application_of(context), store.address)
     if about not in _shared:
         check_executors(context)
         _check_shared(store, context)

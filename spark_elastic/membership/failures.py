@@ -116,7 +116,7 @@ class RegroupBackoff:
     def __init__(self, settings: ElasticSettings) -> None:
         self._settings = settings
         self._began = (0.0, BEGINNING)  # the newest world: when, and from which state
-        self._member_lost = False
+        self.member_is_lost = False
         self._first_at = 0.0  # when the first of the consecutive worlds broke
         self.count = 0
         self.retry_at = float("-inf")  # when the next world may be built
@@ -124,18 +124,18 @@ class RegroupBackoff:
     def world_began(self, version: StateVersion, now: float) -> None:
         """Record that a world was published."""
         self._began = (now, version)
-        self._member_lost = False
+        self.member_is_lost = False
 
     def member_lost(self) -> None:
         """Record a loss, which explains why the world breaks, and start counting at zero again."""
-        self._member_lost = True
+        self.member_is_lost = True
         self.count = 0
         self.retry_at = float("-inf")
 
     def world_broke(self, version: StateVersion, now: float) -> None:
         """Count a broken world if it broke early and no loss explains it."""
         at, before = self._began
-        if self._member_lost or version > before or now - at > self._settings.stall_timeout_s:
+        if self.member_is_lost or version > before or now - at > self._settings.stall_timeout_s:
             self.count = 0
             return
         if self.count == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
@@ -10,6 +12,7 @@ from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
+    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -56,7 +59,8 @@ class WorldLifecycle:
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
-        self._unequal_in = 0  # the first round in which some waited for members that had left; 0: none
+        self._unequal_in = 0  # the last round in which some waited for members that had left; 0: none
+        self._shut_down_in = 0  # the last round in which that was concluded from a collective that failed
         self._cancelled = False  # the last loss was that of a job which Spark was asked to cancel
 
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
@@ -187,7 +191,8 @@ class WorldLifecycle:
         worker.plain = not in_loop
         again = worker.plain or worker.run_again_in != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
-            self._run_again(worker, now)
+            if not self._left_early([worker], now):
+                self._run_again(worker, now)
             return
         self._registry.enter(worker, DONE)
         self._heard.forget(worker.id)
@@ -249,6 +254,8 @@ class WorldLifecycle:
         if not graceful and worker.round > 0:
             if worker.round == self._registry.round:
                 self._backoff.member_lost()
+                if self._shut_down_in == worker.round == self._unequal_in:
+                    self._unequal_in = 0
             self._cancelled = cause.root.kind is LossKind.CANCELLED
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
@@ -297,11 +304,8 @@ class WorldLifecycle:
         limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
         unequal = decisions.unequal_steps(members, self._done_in_this_round())
-        if unequal is not None and self.phase in (Phase.RUNNING, Phase.INTERRUPTED):
-            if 0 < self._unequal_in < self._registry.round:
-                self.fail(UnequalStepsError(left=unequal.left, waiting=unequal.waiting, step=unequal.step), now)
-                return
-            self._unequal_in = self._registry.round
+        if unequal is not None and self.phase in (Phase.RUNNING, Phase.INTERRUPTED) and self._twice(unequal, now):
+            return
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
             cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
@@ -311,6 +315,29 @@ class WorldLifecycle:
                 worker.blocked_s = None
             change = WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s, unequal=unequal)
             self._break(change, now)
+
+    def _twice(self, unequal: UnequalSteps, now: float) -> bool:
+        """Fail the job if members had left the collectives of others in an earlier world too; return whether it did."""
+        if 0 < self._unequal_in < self._registry.round:
+            self.fail(UnequalStepsError(left=unequal.left, waiting=unequal.waiting, step=unequal.step), now)
+            return True
+        self._unequal_in = self._registry.round
+        return False
+
+    def _left_early(self, done: Sequence[Worker], now: float) -> bool:
+        """Return whether the job fails because a collective has failed after these members had returned, as before.
+
+        A member that calls `hvd.shutdown()` at its end lets those fail that still wait for it. A loss explains it too.
+        """
+        change = self._change
+        abandoned = change.cause is not None and change.cause.kind is LossKind.ABANDONED
+        failed = abandoned or change.kind is WorldChangeKind.COLLECTIVE_FAILED
+        if not failed or not done or self._backoff.member_is_lost:
+            return False
+        step = None if done[0].plain else self.furthest.steps
+        left = tuple(sorted(worker.rank or 0 for worker in done))
+        self._shut_down_in = self._registry.round
+        return self._twice(UnequalSteps(left, (change.rank or 0,), step), now)
 
     def _done_in_this_round(self) -> list[Worker]:
         done = self._done.items()
@@ -335,6 +362,8 @@ class WorldLifecycle:
         for survivor in training:
             self._timers.set(("stall", survivor), self._stall_due)
         self._context.announce(WorldBroken(now, self._registry.round, self.world.size, change))
+        if self._left_early(self._done_in_this_round(), now):
+            return
         for worker in [self._registry.workers[worker] for worker in sorted(self._done)]:
             self._run_again(worker, now)
 

@@ -92,6 +92,8 @@ class Checkpoints:
         self._pause = pause
         self._sound: set[str] = set()
         """Names of checkpoints whose files were read and had the right checksums."""
+        self._unreadable: set[str] = set()
+        """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
 
     @property
     def token(self) -> int:
@@ -105,6 +107,7 @@ class Checkpoints:
     def complete(self) -> list[CheckpointFacts]:
         """Return the complete checkpoints, oldest first. Compares sizes; checksums are compared by `load`."""
         found = []
+        self._unreadable.clear()
         for name in self._names():
             try:
                 manifest = self._manifest(name)
@@ -116,6 +119,7 @@ class Checkpoints:
                         )
                 found.append(_facts_in(name, manifest))
             except CheckpointError as error:
+                self._note(name, error)
                 log.info("%s", error)
         return found
 
@@ -182,8 +186,8 @@ class Checkpoints:
         """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
         Incomplete checkpoints that are older than those are removed, too. Damaged ones are not counted as kept; each
-        checkpoint is read once to find out. Raises `RunTakenError` if another driver has taken over the run, which may
-        resume from one of these.
+        checkpoint is read once to find out. Those that the storage does not let be read stay. Raises `RunTakenError` if
+        another driver has taken over the run, which may resume from one of these.
         """
         kept: list[str] = []
         followed: set[str] = set()
@@ -193,7 +197,7 @@ class Checkpoints:
                 kept.append(facts.name)
                 followed.update(facts.best)
         for name in self._names():
-            if name not in kept and kept and age_of(name) < age_of(kept[0]):
+            if kept and age_of(name) < age_of(kept[0]) and name not in (*kept, *self._unreadable):
                 self._check_fence()
                 self.store.delete(f"{name}/{MANIFEST}")  # first, so that the rest never looks complete
                 self.store.delete(name)
@@ -203,10 +207,15 @@ class Checkpoints:
             try:
                 self._checked(name)
             except CheckpointError as error:
+                self._note(name, error)
                 log.warning("%s; not counted among the checkpoints to keep", error)
                 return False
             self._sound.add(name)
         return True
+
+    def _note(self, name: str, error: CheckpointError) -> None:
+        if getattr(error, "unreadable", False):
+            self._unreadable.add(name)
 
     def _checked(self, name: str) -> CheckpointFacts:
         """Compare the checksums of all files. Raises `CheckpointError` if one is missing, cut off or damaged."""

@@ -264,7 +264,7 @@ _live: set[str] = set()
 
 def lease_of(run: Store) -> RunLease | None:
     """Return this process's lease on a run; None if the run needs none, because no other driver can take it."""
-    return _held.get(run.url)
+    return _held.get(run.address)
 
 
 @contextmanager
@@ -274,11 +274,11 @@ def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
     `known_token` is the largest token in the run's checkpoints.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
-    _held[run.url] = lease
+    _held[run.address] = lease
     try:
         yield lease
     finally:
-        _held.pop(run.url, None)
+        _held.pop(run.address, None)
         lease.give_back()
 
 

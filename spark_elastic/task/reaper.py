@@ -22,6 +22,7 @@ import sys
 import time
 
 _POLL_S = 0.2
+_ENDED = ("Z", "X")
 _PROCESS_SHARED, _ROBUST = 1, 1
 _MUTEX_BYTES = 128
 """Room for a pthread_mutex_t, which takes 40 or 48 bytes."""
@@ -133,12 +134,10 @@ def _wait_for_end_of(worker: int) -> None:
     if (pidfd := open_pidfd(worker)) >= 0:
         select.select([pidfd], [], [])
         return
-    try:
-        while True:
+    with contextlib.suppress(ProcessLookupError):
+        while process_state(worker) not in _ENDED:  # nobody may wait for a worker whose agent is gone
             os.kill(worker, 0)
             time.sleep(_POLL_S)
-    except ProcessLookupError:
-        return
 
 
 def open_pidfd(pid: int) -> int:
@@ -160,6 +159,15 @@ def restore_child_signal() -> None:
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def process_state(pid: int) -> str:
+    """Return Linux's letter for the state of a process, as `ps` shows it; "" if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def exit_code_of(pid: int) -> int | None:

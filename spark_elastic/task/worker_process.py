@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
-from spark_elastic.task.reaper import exit_code_of, open_pidfd
+from spark_elastic.task.reaper import exit_code_of, open_pidfd, process_state
 from spark_elastic.task.worker_template import Ends, ForkedProcess, TemplateAddress, TemplateUnavailableError
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -343,15 +343,6 @@ class SpawnedProcess:
             os.close(self._pidfd)
         self._kill_group()  # children left behind, which might still write
         self._ended(exit_code)
-
-
-def process_state(pid: int) -> str:
-    """Return Linux's letter for the state of a process, as `ps` shows it; "" if it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def worker_environment(

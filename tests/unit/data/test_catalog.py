@@ -246,7 +246,7 @@ def test_failed_deletion_does_not_keep_the_other_datasets(store, caplog):
     gone = Store("closed://x", "x", Closed())
     with pytest.raises(RuntimeError):  # whether the dataset is kept cannot be read
         mark_used(gone, keep=False)
-    catalog._temporary[gone.url] = (gone, os.getpid())
+    catalog._temporary[gone.address] = (gone, os.getpid())
     make(store, "set", keep=False)
     delete_temporary()
     assert names(store) == []

@@ -335,6 +335,24 @@ def test_checkpoint_that_cannot_be_read_is_not_replaced_by_an_older_one(checkpoi
         there.latest()
 
 
+@pytest.mark.parametrize("method", ["read_bytes", "checksum"])
+def test_best_checkpoint_that_cannot_be_read_now_is_not_removed(checkpoints, monkeypatch, method):
+    for number in (1, 2, 3):
+        checkpoints.write(contents(number, best=("loss min",) if number == 1 else ()))
+    there, works = Checkpoints(checkpoints.store, pause=lambda _: None), getattr(Store, method)
+
+    def fails(self, path):
+        if path.startswith("000000000001"):
+            raise PermissionError("not now")
+        return works(self, path)
+
+    monkeypatch.setattr(Store, method, fails)
+    there.keep(1)
+    monkeypatch.undo()
+    there.keep(1)
+    assert [facts.step for facts in checkpoints.complete()] == [1, 3]
+
+
 def test_drain_raises_a_failed_write_unless_a_later_one_succeeded(checkpoints):
     def fails():
         raise OSError("the disk is full")

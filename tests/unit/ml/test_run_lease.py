@@ -354,3 +354,11 @@ def test_fenced_writer_reports_it(run):
         writer.close()
         assert isinstance(writer.fenced, RunTakenError)
         assert checkpoints.complete() == []
+
+
+def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():
+    one, other = (Store.create(f"memory://leases/{os.getpid()}/token={name}/run") for name in "ab")
+    assert one.url == other.url
+    with held_run(one) as lease:
+        assert lease_of(one) is lease
+        assert lease_of(other) is None

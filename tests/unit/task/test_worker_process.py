@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import threading
 
 import pytest
 
-from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
+from spark_elastic.task import reaper
+from spark_elastic.task.reaper import process_state
+from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.messages import LaunchSpec
 
 WAIT_S = 20.0
@@ -200,3 +204,16 @@ exit_now(0)
 def test_without_robust_mutexes_a_death_is_still_seen(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import spark_elastic.task.reaper as r; r._ROBUST = 99\n")
     assert ending(tmp_path, BIG + READY, signal.SIGKILL) == ([], -signal.SIGKILL)
+
+
+def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeypatch):
+    monkeypatch.setattr(reaper, "open_pidfd", lambda pid: -1)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waiting = threading.Thread(target=reaper._wait_for_end_of, args=(child.pid,), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    child.stdin.close()
+    waiting.join(20)  # the process is a zombie now
+    assert not waiting.is_alive()
+    child.wait()
