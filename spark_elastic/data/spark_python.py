@@ -291,7 +291,7 @@ def _own_file(name: str) -> str | None:
     """Return the file or folder of a module that is the user's own; None for installed ones, and for the program."""
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
-    if path is None or name in ("__main__", "__mp_main__", "spark_elastic"):
+    if not isinstance(path, str) or name in ("__main__", "__mp_main__", "spark_elastic"):
         return None
     installed = path.startswith(sysconfig.get_path("stdlib") + os.sep) or {*path.split(os.sep)} & {
         "site-packages",

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import cloudpickle
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
@@ -65,6 +64,7 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.trackers import autologging
+from spark_elastic.wire.pickling import dumps
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -86,6 +86,7 @@ _WITH_CODE = (
     "custom_objects",
 )
 """Settings that may need modules of the user's own."""
+_VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
 _ESTIMATOR_NAMES = {
     "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
     "shapes": "shapes= is input_shapes=[...] and label_shapes=[...]",
@@ -307,8 +308,8 @@ class ElasticEstimator(
         check_modules(context, pickled, (self._given("run_options") or {}).get("env"))
 
     def _pickled(self, value: Any) -> bytes:
-        """Pickle settings as they travel to the workers."""
-        return bytes(cloudpickle.dumps(value))
+        """Pickle settings as they travel to the workers, but for the values of tensors and arrays."""
+        return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
 
     def _check_complete(self, from_columns: bool) -> None:
         """Raise `InvalidSettingsError` for everything that is wrong with the settings alone."""

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from pyspark.ml.param import Param
+from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic.data.spark_python import modules_in
 from spark_elastic.errors import InvalidSettingsError
 
 
@@ -182,3 +184,10 @@ def test_error_of_a_constructor_shows_one_frame_of_this_package(settings: dict[s
 def test_devices_of_torch_are_accepted() -> None:
     for name in ("auto", "cpu", "cuda", "cuda:1", "mps"):
         assert ElasticTorchEstimator(device=name).getDevice() == name
+
+
+def test_modules_are_looked_for_without_pickling_the_values_of_a_model() -> None:
+    model = nn.Linear(1000, 1000)
+    pickled = ElasticTorchEstimator(model=model)._pickled([model, np.ones(10_000)])
+    assert len(pickled) < 5_000
+    assert "torch" in modules_in(pickled)
