@@ -249,8 +249,8 @@ def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
     variables = optimizer.variables
     if [tuple(each.shape) for each in values] != [tuple(each.shape) for each in variables]:
         raise InvalidSettingsError(
-            f"the optimizer that the model was compiled with has {len(values)} values, and {len(variables)} are needed "
-            "for the weights that are trained now; give a new optimizer"
+            f"the optimizer has {len(values)} values of its steps so far, and {len(variables)} are needed for "
+            "the weights that are trained now; give a new optimizer"
         )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

@@ -21,7 +21,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import backend as values
 from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
-from spark_elastic.keras.sync_batch_normalization import convert, is_synchronised
+from spark_elastic.keras.sync_batch_normalization import convert
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
@@ -132,7 +132,6 @@ class KerasEngine(Engine):
         self._feeder = ready.feeder
         self._graphs = ready.graphs
         self.callbacks = callbacks
-        self._synchronised = is_synchronised(ready.model)
         self._stepping = False
         """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
         self._exact: KerasExactSteps | None = None
@@ -182,9 +181,10 @@ class KerasEngine(Engine):
     def _uncounted(self, batch: KerasBatch) -> list[BatchPart]:
         """Return the first row once for each pass for which this worker has no rows, but other workers have.
 
-        Synchronised layers have collectives in their passes, so every worker must make the same number of passes.
+        Every worker makes the same number of passes: layers may have a state that each of them changes, and
+        synchronised layers have collectives.
         """
-        if self._size == 1 or not self._synchronised:
+        if self._size == 1:
             return []
         passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
         return [self._feeder.first_row] * (passes - len(batch.parts))

@@ -300,12 +300,16 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         from spark_elastic.ml.keras.compiling import values_of
 
         model, compiled = self._built_model(dataset), self._compile_arguments()
-        own = getattr(self._given("model"), "optimizer", None)
+        if not compiled.optimizer.built and (steps := int(compiled.optimizer.iterations.numpy())):
+            raise InvalidSettingsError(
+                f"the optimizer counts {steps} iterations and has no values for the weights, so workers would begin "
+                "at 0; call its build(model.trainable_variables) before, or give a schedule that begins there"
+            )
         return KerasTraining(
             **self._common_settings(dataset, run, resume_from),
             model=self._sealed("model", model),
             compiled=self._sealed("the compile settings", compiled),
-            optimizer_values=values_of(own) if compiled.optimizer is own else None,
+            optimizer_values=values_of(compiled.optimizer),
             callbacks=self._sealed("callbacks", self._worker_callbacks()),
             config=global_config(),
         )
@@ -345,11 +349,12 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             NotPicklableError: The setting, which is named, cannot be pickled.
             InvalidSettingsError: The workers would get another model than the given one.
         """
-        from spark_elastic.ml.keras.serialization import differences
+        from spark_elastic.ml.keras.fidelity import differences, different_values
 
         try:
             sealed = KerasPickle.of(value, self._given("custom_objects"))
-            lost = differences(value, sealed.load()) if name == "model" else []
+            loaded = sealed.load() if name == "model" else None
+            lost = [] if loaded is None else differences(value, loaded) or different_values(value, loaded)
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "

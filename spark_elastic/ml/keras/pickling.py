@@ -64,7 +64,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         import keras
 
-        from spark_elastic.ml.keras import compiling, serialization
+        from spark_elastic.ml.keras import compiling, fidelity, serialization
 
         def objects_of(config: Any) -> dict[str, Any]:
             names = serialization.custom_names(value, config)
@@ -77,12 +77,15 @@ class _Pickler(cloudpickle.Pickler):
                 arguments = compiling.compiled_with(value) if self._compiled else {}
                 optimizer = compiling.values_of(value.optimizer) if arguments else None
                 flags = tuple(serialization.Flags.of(value)) if value.built else None
-                return load_model, (file, objects_of(serialization.archive_config(file)), arguments, optimizer, flags)
+                objects = objects_of(serialization.archive_config(file))
+                adapters = fidelity.adapters_of(value)
+                return load_model, (file, objects, arguments, optimizer, flags, *([adapters] if adapters else []))
             config = serialization.config_of(value)
             if isinstance(value, keras.layers.Layer) and value.built and value.variables:
                 weights = [each.numpy() for each in value.variables]
                 return load_layer, (config, objects_of(config), tuple(serialization.Flags.of(value)), weights)
-            return load_object, (config, objects_of(config))
+            patterns = fidelity.undecayed(value, pickle.PicklingError)
+            return load_object, (config, objects_of(config), *([patterns] if patterns else []))
         if isinstance(value, keras.losses.Loss):  # an object without a state, whose configuration may be incomplete
             return object.__new__, (type(value),), dict(vars(value))
         return super().reducer_override(value)
@@ -97,29 +100,40 @@ def load_model(
     arguments: Mapping[str, Any] | None = None,
     values: Any = None,
     flags: Any = None,
+    adapters: Any = (),
 ) -> Any:
     """Load a pickled model from its archive.
 
     It is compiled with `arguments`, if there are any, and the values become those of the optimizer's variables. `flags`
-    are the fields of `serialization.Flags`.
+    are the fields of `serialization.Flags`, `adapters` what `fidelity.adapters_of` has returned.
     """
     from spark_elastic.ml.keras.compiling import compile_again
+    from spark_elastic.ml.keras.fidelity import restore_adapters
     from spark_elastic.ml.keras.serialization import Flags, model_from_archive
 
     with contextlib.nullcontext() if flags is None else Flags(*flags).creating():
         model = model_from_archive(file, custom_objects)
     if flags is not None:
         Flags(*flags).restore(model)
+    restore_adapters(model, adapters)
     if arguments:
         compile_again(model, arguments, values)
     return model
 
 
-def load_object(config: Any, custom_objects: Mapping[str, Any]) -> Any:
-    """Load a pickled layer, optimizer or metric from its configuration."""
+def load_object(config: Any, custom_objects: Mapping[str, Any], patterns: Sequence[str] = ()) -> Any:
+    """Load a pickled layer, optimizer or metric from its configuration.
+
+    `patterns` are of the names of variables that an optimizer, and those within it, do not decay.
+    """
     import keras
 
-    return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)
+    made = inner = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)
+    for pattern in patterns:
+        if pattern:
+            inner.exclude_from_weight_decay(var_names=[pattern])
+        inner = getattr(inner, "inner_optimizer", None)
+    return made
 
 
 def load_layer(config: Any, custom_objects: Mapping[str, Any], flags: Any, weights: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ from spark_elastic.ml import callbacks as own_callbacks
 from spark_elastic.ml import trust
 from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
+from spark_elastic.ml.keras.fidelity import adapters_of, undecayed
 from spark_elastic.ml.keras.serialization import (
     archive_config,
     check_names_no_files,
@@ -95,6 +96,8 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
         return {"dict": [[_written(key, files), _written(each, files)] for key, each in value.items()]}
     if isinstance(value, keras.Model):
         file = model_to_archive(value)
+        if adapters_of(value):
+            raise _NeedsTrustError
         _only_of_keras(value, archive_config(file))
         files[name := f"{len(files)}.keras"] = file
         arguments = compiled_with(value)
@@ -112,6 +115,8 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
     if home.partition(".")[0] != "keras":
         raise _NeedsTrustError
     config = config_of(value)
+    if undecayed(value, _NeedsTrustError):
+        raise _NeedsTrustError
     _only_of_keras(value, config)
     return {"keras": config}
 

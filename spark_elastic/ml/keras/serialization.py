@@ -206,31 +206,6 @@ class Flags(NamedTuple):
                 variable.trainable = trainable
 
 
-def differences(one: Any, other: Any) -> list[str]:
-    """Return what differs between a built model or layer and its copy, as phrases for an error message."""
-    facts = [_facts_of(each) for each in (one, other)]
-    if len(facts[0]) != len(facts[1]):
-        return [f"{len(facts[0])} layers and variables here, {len(facts[1])} there"]
-    return [f"{here} here, {there} there" for here, there in zip(*facts, strict=True) if here[1:] != there[1:]]
-
-
-def _facts_of(model: Any) -> list[tuple[Any, ...]]:
-    """Return name, kind and flags of each layer and variable, and the number of the first that is the same object."""
-    first: dict[int, int] = {}
-    layers, variables = list(model._flatten_layers()), model.variables
-    numbers = [first.setdefault(id(each), at) for at, each in enumerate((*layers, *variables))]
-    return [
-        *(
-            (each.name, number, type(each).__name__, each.dtype_policy.name, f"trainable={each.trainable}")
-            for each, number in zip(layers, numbers, strict=False)
-        ),
-        *(
-            (each.path, number, list(each.shape), str(each.dtype), f"trainable={each.trainable}")
-            for each, number in zip(variables, numbers[len(layers) :], strict=True)
-        ),
-    ]
-
-
 # --- weights as arrays, in a file that can be read without running code ---------------------------------
 
 _TYPES = "types.json"

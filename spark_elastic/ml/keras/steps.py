@@ -145,7 +145,6 @@ class StepGraphs:
         # function skips the checks of its arguments at each call.
         self._part = graph(self._gradients, specs, of_part).get_concrete_function()
         self._add, self._finish = graph(_sum), graph(self._finished)
-        self._idle = graph(self._idle_step, OF_STEP)
         self._uncounted = graph(self._uncounted_pass, specs, of_part)
         self._count = graph(self._denominators, specs)
         self.reset, self.read = graph(metrics.reset), graph(metrics.read)
@@ -231,17 +230,11 @@ class StepGraphs:
         grads, returned = self._part(tensors, of_part)
         return self._finished(grads, returned, of_part[0], of_step)
 
-    def _idle_step(self, of_step: Any) -> Any:
-        """Do a step without rows. There is no forward pass: its means would be NaN."""
-        self._begun(of_step)
-        grads, returned = self._of_no_rows()
-        return self._finished(grads, returned, tf.zeros([], tf.float64), of_step)
-
     def _of_no_rows(self) -> tuple[list[Any], Any]:
         return [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
 
     def _uncounted_pass(self, tensors: Any, of_part: Any) -> None:
-        """Run a pass over rows that do not count, because the model's layers have collectives in it."""
+        """Run a pass over rows that do not count, for the state and the collectives of the model's layers."""
         before = self._metrics.snapshot()
         self._part(tensors, of_part)
         self._metrics.restore(before)
@@ -295,8 +288,8 @@ class StepGraphs:
             totals: the denominators of the losses in it.
             key: the seed of the step, two numbers.
             stop: this worker asks to stop.
-            uncounted: passes made only so that layers with collectives run equally often on all workers; they change
-                neither gradients nor metrics.
+            uncounted: passes made only so that layers run equally often on all workers; they change neither gradients
+                nor metrics.
 
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
@@ -305,8 +298,6 @@ class StepGraphs:
             HorovodInternalError: a collective failed; it is wrapped in an error of TensorFlow.
         """
         of_step = tf.constant([*key, int(stop)], tf.int64)
-        if not parts and not uncounted:
-            return self._idle(of_step)
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)
         self._begin(of_step)

@@ -8,11 +8,14 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
@@ -52,6 +55,7 @@ def dry_run(
             )
     common.check_order(training)
     check_one_best(training.callbacks)
+    _check_tables(training)
     if training.sync_batch_norm and training.virtual_workers is None:
         common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = common.round_trip_pickle(training)
@@ -134,7 +138,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
             "the loss does not depend on any parameter that is trained: all of them are frozen (requires_grad=False), "
             "or the model or train_fn detaches its result"
         )
-    with UserCodeContext("the backward pass", part.rows, seen):
+    with UserCodeContext("the backward pass", part.rows, seen), _gradients_at_once(model):
         share.backward()  # type: ignore[no-untyped-call]
     if training.virtual_workers is not None:
         for name, param in model.named_parameters():
@@ -159,6 +163,26 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     check_losses(training, objective, part, result)
     _check_writable(training, model, optimizer, schedule)
     return result, {"logged": logged, "paired": objective.paired}
+
+
+def _check_tables(training: TorchTraining) -> None:
+    """Raise InvalidSettingsError for embeddings whose weights or gradients depend on all rows of a batch together."""
+    for name, module in training.model.named_modules():
+        options = ("max_norm", "scale_grad_by_freq") if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ()
+        for option in options:
+            if getattr(module, option) and not training.loss_is_per_worker:
+                does = {
+                    "max_norm": "changes the weights of those rows of the table that a worker's share of a batch uses. "
+                    "Set no max_norm, and bound the rows of the table in a hook of the optimizer: "
+                    "register_step_post_hook",
+                    "scale_grad_by_freq": "divides gradients by how often a worker's share of a batch uses a row of "
+                    "the table. Leave it out",
+                }[option]
+                raise InvalidSettingsError(
+                    f"{name or 'the model'} is an {type(module).__name__} with {option}={getattr(module, option)}, "
+                    f"which {does}; or set loss_is_per_worker=True to take it as it is: the result then depends on the "
+                    "number of workers"
+                )
 
 
 def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
@@ -186,6 +210,27 @@ def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
             "tensor class of your own leaves it out when it is pickled: keep it there, or set it in on_fit_begin of a "
             "callback, which runs in every worker"
         )
+
+
+@contextmanager
+def _gradients_at_once(model: torch.nn.Module) -> Iterator[None]:
+    """Raise InvalidSettingsError if a backward pass adds to the gradient of a parameter several times."""
+    counts: Counter[str] = Counter()
+    handles = [
+        param.register_post_accumulate_grad_hook(lambda _, name=name: counts.update([name]))  # type: ignore[no-untyped-call]
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+    for name, count in counts.items():
+        if count > 1:
+            raise InvalidSettingsError(
+                f"the backward pass adds to the gradient of {name} {count} times, and it is sent to the other workers "
+                "after the first; torch.utils.checkpoint does so where several of its segments use a parameter: give "
+                "it use_reentrant=False"
+            )
 
 
 def _trained_copy(training: TorchTraining, trained: torch.nn.Module) -> torch.nn.Module:

@@ -151,7 +151,12 @@ class TorchEngine(Engine):
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
-        without = max(0, self._passes_of_all(batch) - len(parts))
+        missing = max(0, min(self._training.accumulation, -(-batch.global_rows // self._size)) - len(parts))
+        # Every worker makes the same number of forward passes: layers may have a state that each of them changes. With
+        # synchronised layers, which have collectives, there are backward passes too.
+        without = missing if any(layer.takes_part for layer in self._synchronised) else 0
+        for _ in range(missing - without):
+            self._forward(parts, -1)
         passes = without + len(parts)
         results: Iterable[ForwardResult] = (self._forward(parts, number - without) for number in range(passes))
         if objective.coupled:
@@ -178,16 +183,10 @@ class TorchEngine(Engine):
     def _forward(self, parts: Sequence[TorchBatch], number: int) -> ForwardResult:
         """Run the forward pass of a part; below 0, of the first row without counting it."""
         if number < 0:
-            with without_rows():
+            with without_rows(), single_row_norm(self.model, 1):
                 return self._objective.forward(self.model, self._maker.first_row)
         with single_row_norm(self.model, parts[number].rows):
             return self._objective.forward(self.model, parts[number])
-
-    def _passes_of_all(self, batch: Batch) -> int:
-        """Return how many forward passes every worker must make for this batch; 0: their numbers may differ."""
-        if not any(layer.takes_part for layer in self._synchronised):
-            return 0
-        return min(self._training.accumulation, -(-batch.global_rows // self._size))
 
     def _apply(self, numbers: torch.Tensor, global_rows: int) -> None:
         """Reduce, scale, clip, and do the optimizer's step; `numbers` are reduced with the gradients."""

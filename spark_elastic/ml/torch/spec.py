@@ -118,7 +118,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
         raise InvalidSettingsError(
             f"{foreign} of the optimizer's parameters are not the model's: it was made for another module. Give a "
             "function of the parameters instead, which works with any model: "
-            f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
+            f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')}). "
+            "Parameters of a loss are trained only as a part of the model, with a train_fn that calls both"
         )
 
 

@@ -12,9 +12,9 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.data.dataset import Dataset, pack  # noqa: E402
-from spark_elastic.errors import InvalidSettingsError  # noqa: E402
+from spark_elastic.errors import InvalidSettingsError, NotPicklableError  # noqa: E402
+from spark_elastic.ml.keras.fidelity import differences  # noqa: E402
 from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
-from spark_elastic.ml.keras.serialization import differences  # noqa: E402
 from tests.unit.ml.keras.estimators import HereEstimator, estimator  # noqa: E402
 
 
@@ -136,3 +136,107 @@ def test_weights_that_the_configuration_does_not_make_are_refused(dataset: Datas
     layer.add_scale()
     with pytest.raises(InvalidSettingsError, match="layers and variables here"):
         estimator(model=model, loss="mse").from_dataset_path(dataset)
+
+
+def made_by(seed: int = 3, **options: Any) -> Any:
+    initial = keras.initializers.GlorotUniform(seed=seed)
+    return keras.layers.Dense(6, kernel_initializer=initial, bias_initializer="ones", **options)
+
+
+def decayed() -> Any:
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def used(model: Any) -> Any:
+    """Return an optimizer that has done a step of the model."""
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    optimizer.apply([value * 0.1 for value in model.trainable_variables])
+    return optimizer
+
+
+def with_adapters() -> Any:
+    model = keras.Sequential([keras.Input((6,)), made_by()])
+    initial = keras.initializers.GlorotUniform(seed=5)
+    model.layers[0].enable_lora(2, lora_alpha=7, a_initializer=initial, b_initializer=initial)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        (lambda: keras.Sequential([keras.Input((6,)), made_by()]), lambda _: decayed()),
+        (lambda: keras.Sequential([keras.Input((6,)), made_by()]), used),
+        (with_adapters, lambda _: keras.optimizers.SGD(0.1)),
+    ],
+    ids=["weights that are not decayed", "an optimizer that was used", "LoRA"],
+)
+def test_what_a_configuration_leaves_out_is_trained_as_by_plain_keras(make: Any, optimizer: Any, dataset: Dataset):
+    model, plain = make(), make()
+    settings = {"batch_size": 16, "epochs": 2, "shuffle": False, "loss": "mse"}
+    fitted = estimator(model=model, optimizer=optimizer(model), **settings).from_dataset_path(dataset)
+    plain.compile(optimizer=optimizer(plain), loss="mse", jit_compile=False)
+    for epoch in range(2):
+        with dataset.reader("train", batch_size=16, shuffle=False) as reader:
+            for batch in reader.epoch(epoch):
+                plain.train_on_batch(batch.tensors["features_0"], batch.tensors["label_0"])
+    for found, wanted in zip(fitted.keras_model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Scaled(keras.layers.Layer):
+    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = scale
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class Forgetful(keras.regularizers.Regularizer):
+    def __init__(self, factor: float = 0.0) -> None:
+        self.factor = factor
+
+    def __call__(self, weight: Any) -> Any:
+        return self.factor * keras.ops.sum(keras.ops.abs(weight))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+class Lossy(keras.layers.Dense):
+    def load_own_variables(self, store: Any) -> None: ...
+
+
+def changed_layer() -> Any:
+    layer = Scaled(3.0)
+    layer.scale = 0.5
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (changed_layer, r"scale=0\.5.* here, .*scale=3\.0"),
+        (lambda: made_by(kernel_regularizer=Forgetful(0.1)), r"kernel_regularizer\.factor=0\.1.* factor=0\.0"),
+        (lambda: Lossy(6), "the values of .*kernel"),
+    ],
+    ids=["changed after it was made", "a part that forgets", "a layer that loads nothing"],
+)
+def test_layer_that_arrives_changed_is_refused(layer: Any, said: str, dataset: Dataset) -> None:
+    model = keras.Sequential([keras.Input((6,)), layer()])
+    with pytest.raises(InvalidSettingsError, match=said.replace(" factor", ".*factor")):
+        estimator(model=model, loss="mse").from_dataset_path(dataset)
+
+
+def test_optimizer_that_names_variables_of_this_process_is_refused(dataset: Dataset) -> None:
+    model, optimizer = keras.Sequential([keras.Input((6,)), made_by()]), keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables)
+    with pytest.raises(NotPicklableError, match="give var_names"):
+        estimator(model=model, optimizer=optimizer, loss="mse").from_dataset_path(dataset)
+    counting = keras.optimizers.SGD(0.1)
+    counting.iterations.assign(5)
+    with pytest.raises(InvalidSettingsError, match="counts 5 iterations"):
+        estimator(model=model, optimizer=counting, loss="mse").from_dataset_path(dataset)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
@@ -94,9 +95,41 @@ def frozen() -> nn.Module:
     return make_net().requires_grad_(False)
 
 
+def table(**options: Any) -> nn.Module:
+    return nn.Sequential(WordsOf(), nn.EmbeddingBag(7, 3, **options))
+
+
+class WordsOf(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.abs() * 4).long() % 7
+
+
+class Segments(nn.Module):
+    """A layer in two segments whose activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.twice, x.requires_grad_(), use_reentrant=True)
+        return self.last(x)
+
+
+def second_output(model: Any, batch: Any) -> Any:
+    """A loss of a model with another output in training, which is not there in a validation."""
+    assert model.training, "no second output"
+    return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
+        ({"model": table(max_norm=0.5), **OTHER}, InvalidSettingsError, "1 is an EmbeddingBag with max_norm=0.5"),
+        ({"model": table(scale_grad_by_freq=True), **OTHER}, InvalidSettingsError, "with scale_grad_by_freq=True"),
+        ({"model": Segments(), **OTHER}, InvalidSettingsError, r"gradient of twice.* 2 times.* use_reentrant=False"),
+        ({"loss": None, "train_fn": second_output}, DataError, "in validation .*no second output"),
         ({"model": wrong_net()}, DataError, r"cannot deal with the first 4 rows: .*features_0 float32 \[4, 6\]"),
         ({"loss": nn.BCELoss()}, DataError, r"label_0 int64 \[4\]"),
         ({"metrics": {"a": strange_metric}}, DataError, r"the metrics cannot .* no such thing"),
@@ -148,7 +181,10 @@ def test_misfit_is_reported_with_names_types_and_shapes(
         ({"callbacks": [len]}, "callbacks must be a list of"),
         ({"num_proc": None}, "set num_proc"),
         ({"run_options": {"elastic_timeout": -1}}, "elastic_timeout must be a positive number"),
-        ({"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)}, "4 of the optimizer's .* lr=0.5"),
+        (
+            {"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)},
+            "4 of .* lr=0.5.* Parameters of a loss",
+        ),
     ],
 )
 def test_settings_are_checked_before_anything_is_read(changes: dict[str, Any], said: str, dataset: Dataset) -> None:

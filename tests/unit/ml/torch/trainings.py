@@ -57,9 +57,24 @@ def make_set(folder: Path, *, weights: bool = False, float32: bool = False) -> D
     return pack(rows(ROWS), folder, validation=rows(VALIDATION_ROWS), shards=3)
 
 
-def make_net(*, dropout: float = 0.0, norm: bool = False) -> torch.nn.Sequential:
+class Counting(torch.nn.Module):
+    """A layer that every forward pass of the training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        return x * (1 + 0.1 * self.passes)
+
+
+def make_net(*, dropout: float = 0.0, norm: bool = False, counting: bool = False) -> torch.nn.Sequential:
     torch.manual_seed(3)
     layers: list[torch.nn.Module] = [torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)]
+    if counting:
+        layers[0] = torch.nn.utils.parametrizations.spectral_norm(layers[0])
+        layers.append(Counting())
     if norm:
         layers.insert(1, torch.nn.BatchNorm1d(8))
     if dropout:
@@ -77,7 +92,8 @@ def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
-    net = changes.pop("model", None) or make_net(norm=changes.pop("norm", False))
+    made = {name: changes.pop(name, False) for name in ("norm", "counting")}
+    net = changes.pop("model", None) or make_net(**made)
     settings: dict[str, Any] = {
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
@@ -264,6 +280,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no prefetch": {"prefetch": 0},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
+    "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
     "batch normalisation": {"norm": True},
     "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
     "batch normalisation, a last batch of two rows": {"norm": True, "batch_size": 67, "epochs": 2},
