@@ -85,12 +85,19 @@ class UserCodeContext:
         if _is_fault_of_code(error):
             return
         seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in self._tensors.items())
-        reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {_of_graph(error)}"
         raise DataError(
             f"{self._subject} cannot deal with the first {self._rows} rows: {reason}\nThe tensors were: {seen}. "
             "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
             "transformation_fn"
         ) from error
+
+
+def _of_graph(error: Exception) -> str:
+    """Return what an error says, without the stack that TensorFlow puts in front of it for an error in a graph."""
+    said = str(error)
+    lines = said.split("\n\t [[{{node")[0].rstrip().splitlines()
+    return lines[-1] if said.startswith("Graph execution error:") and lines else said
 
 
 def _is_fault_of_code(error: Exception) -> bool:
