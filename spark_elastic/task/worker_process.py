@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 QUIET_TENSORFLOW = ("TF_CPP_MIN_LOG_LEVEL", "1")
 """Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
+_LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
 """Longer lines are split, so that progress bars and binary dumps do not accumulate in memory."""
 _READ_BYTES = 64 * 1024
 _PIPE_CAPACITY = 1024 * 1024
@@ -222,8 +224,10 @@ class WorkerProcess:
         partial += data
         *whole, rest = bytes(partial).split(b"\n")
         if len(rest) > MAX_LINE_BYTES or (not data and rest):
-            whole.append(rest)
-            rest = b""
+            cut = _LAST_CHARACTER.search(rest, len(rest) - 4) if data else None
+            end = cut.start() if cut else len(rest)
+            whole.append(rest[:end])
+            rest = rest[end:]
         partial[:] = rest
         lines = tuple(line.rstrip(b"\r").decode(errors="replace") for line in whole)
         if stream == "stderr":

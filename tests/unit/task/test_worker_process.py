@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,3 +218,15 @@ def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeyp
     waiting.join(20)  # the process is a zombie now
     assert not waiting.is_alive()
     child.wait()
+
+
+def test_long_line_is_cut_between_two_characters():
+    lines = []
+    process = SimpleNamespace(_partial={"stdout": bytearray()}, _observer=SimpleNamespace())
+    process._observer.output = lambda process, stream, new: lines.extend(new)
+    bar = "█" * 50_000  # three bytes each
+    data = bar.encode() + b"\n"
+    for at in range(0, len(data), 4096):
+        WorkerProcess._take_output(process, "stdout", data[at : at + 4096])
+    assert len(lines) == 3
+    assert "".join(lines) == bar
