@@ -183,7 +183,7 @@ def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any,
     whole = archive.read_bytes()
     archive.write_bytes(whole[:-100])
     (archive.parent / ".model.keras.crc").unlink()
-    with pytest.raises(CheckpointError, match=r"model.keras cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"is damaged: data.model.keras has"):
         ElasticKerasModel.load(str(tmp_path / "model"))
 
 

@@ -40,7 +40,7 @@ def alone() -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_number_of_workers_changes_no_bit(size, alone):
     assert in_world(size, train_kinds) == [alone] * size
     assert alone[0][0] != alone[1][0]
@@ -106,7 +106,8 @@ def storm(seed: int, expected: dict[int, Any]) -> int:
         return len(driver.worlds)
 
 
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
 def test_kills_and_arrivals_change_no_bit(seed):
     storm(seed, {})
 
@@ -140,7 +141,11 @@ def undisturbed_epoch() -> str:
     return result
 
 
-@pytest.mark.parametrize("bugs", [BUGS[0::3], BUGS[1::3], BUGS[2::3]], ids=["first", "second", "third"])
+@pytest.mark.parametrize(
+    "bugs",
+    [BUGS[0::3], pytest.param(BUGS[1::3], marks=pytest.mark.soak), pytest.param(BUGS[2::3], marks=pytest.mark.soak)],
+    ids=["first", "second", "third"],
+)
 def test_planted_bugs_are_noticed(bugs, undisturbed_epoch):
     expected = undisturbed_epoch
     everyones = in_world(3, train_with_each, 5, bugs)
