@@ -125,9 +125,17 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         totals = graphs.totals([[part.tensors for part in parts]], lambda table: table[0])
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
 
-    with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
-        wholes = np.stack([mean([0, rows]) for _ in range(_DRAWS)])
-        divided = np.stack([mean([0, rows // 3 or 1, rows]) for _ in range(_DRAWS)])
+    # Parts of one row differ most; those of several differ where a mean stands for a denominator.
+    for edges in ([0, rows // 3 or 1, rows], range(rows + 1)):
+        with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
+            wholes = np.stack([mean([0, rows]) for _ in range(_DRAWS)])
+            divided = np.stack([mean(edges) for _ in range(_DRAWS)])
+        _compare(ready, names, rows, len(edges) - 1, wholes, divided, _shapes(ready, arrays))
+
+
+def _compare(
+    ready: PreparedModel, names: Sequence[str], rows: int, parts: int, wholes: Any, divided: Any, shapes: str
+) -> None:
     scale = np.maximum(np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0)), 1e-3)  # sums of what cancels out
     rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 1e-3
     apart = np.abs(wholes.mean(0) - divided.mean(0))
@@ -137,8 +145,8 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         if wrong[at]:
             raise InvalidSettingsError(
                 f"the loss {name} is not a mean over rows: it is {wholes[0][at]:.6g} for the first {rows} rows, and "
-                f"{divided[0][at]:.6g} if they are divided into {rows // 3 or 1} and {rows - (rows // 3 or 1)}, as "
-                f"workers and accumulation_steps divide a batch.{_shapes(ready, arrays)} Return a value for each row "
+                f"{divided[0][at]:.6g} if they are divided into {parts} parts, as workers and accumulation_steps "
+                f"divide a batch.{shapes} Return a value for each row "
                 "(for a sum in a keras.losses.Loss with reduction='sum'), or (numerator, denominator); or set "
                 "loss_is_per_worker=True, with which the result depends on the number of workers"
             )
