@@ -30,7 +30,7 @@ from pyspark.ml.param import Param, Params
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
 from spark_elastic.reporting.descriptions import describe_setting
-from spark_elastic.settings import meant_device, whole_number
+from spark_elastic.settings import whole_number
 from spark_elastic.trackers.autologging import reads_settings
 
 # --- converters ---------------------------------------------------------------------------------
@@ -82,16 +82,6 @@ def one_of(*choices: str) -> Converter:
 
 boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
 text = accepting("a name", lambda value: isinstance(value, str) and value, str)
-
-
-def device(name: str, value: Any) -> str:
-    """Convert the name of a device; one that torch has another name for is an error."""
-    given: str = text(name, value)
-    if (meant := meant_device(given)) not in (None, given):
-        raise InvalidSettingsError(f"{name}={given!r} is no device of torch; did you mean {meant!r}?")
-    return given
-
-
 identifier = accepting(
     "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),

@@ -285,7 +285,7 @@ class ClusterParams(ElasticParams):
     getMaxNumProc, setMaxNumProc = accessors(max_num_proc)
     device: Param[str | None] = setting(
         "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
-        to.device,
+        to.text,
     )
     getDevice, setDevice = accessors(device)
     num_threads: Param[int | None] = setting(
@@ -483,7 +483,7 @@ class OutputParams(ElasticParams):
     transform_threads: Param[int] = setting("threads of each Python worker in transform.", to.whole(at_least=1), 1)
     getTransformThreads, setTransformThreads = accessors(transform_threads)
     transform_device: Param[str] = setting(
-        "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.device, "cpu"
+        "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
     )
     getTransformDevice, setTransformDevice = accessors(transform_device)
 

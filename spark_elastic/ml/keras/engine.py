@@ -93,6 +93,8 @@ def prepare(training: KerasTraining) -> PreparedModel:
         jit_compile=False,  # the reduction calls Python, which XLA cannot
         auto_scale_loss=False,  # `compile_arguments` has done so
     )
+    # a callback that saves the model writes the losses that were given
+    model._compile_config.config["loss"] = compiled.loss
     feeder = BatchFeeder(training, model, compiled)
     _build(model, feeder, training, shares)
     number_terms(model, shares)

@@ -39,6 +39,7 @@ from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
+from spark_elastic.settings import meant_device
 
 
 class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
@@ -217,6 +218,10 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     def _check_together(self) -> None:
         super()._check_together()
+        for name in ("device", "transform_device"):
+            given = self._given(name)
+            if given is not None and (meant := meant_device(given)) not in (None, given):
+                raise InvalidSettingsError(f"{name}={given!r} is no device of torch; did you mean {meant!r}?")
         if (step := self._model_step()) is not None:
             if self._given("consistency") == "exact" and not step.exact:
                 raise InvalidSettingsError(
