@@ -40,7 +40,8 @@ def alone() -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_number_of_workers_changes_no_bit(size, alone):
     assert in_world(size, train_kinds) == [alone] * size
     assert alone[0][0] != alone[1][0]
@@ -130,6 +131,7 @@ def resumed(saved: Any) -> Any:
     return train(*KINDS[0], saved=saved)
 
 
+@pytest.mark.soak
 def test_a_resume_with_another_number_of_workers_changes_no_bit(alone):
     saved, _ = in_world(2, stopped)
     assert in_world(3, resumed, saved) == [alone[0]] * 3
@@ -141,11 +143,8 @@ def undisturbed_epoch() -> str:
     return result
 
 
-@pytest.mark.parametrize(
-    "bugs",
-    [BUGS[0::3], pytest.param(BUGS[1::3], marks=pytest.mark.soak), pytest.param(BUGS[2::3], marks=pytest.mark.soak)],
-    ids=["first", "second", "third"],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("bugs", [BUGS[0::3], BUGS[1::3], BUGS[2::3]], ids=["first", "second", "third"])
 def test_planted_bugs_are_noticed(bugs, undisturbed_epoch):
     expected = undisturbed_epoch
     everyones = in_world(3, train_with_each, 5, bugs)

@@ -159,7 +159,7 @@ def alone(data, tmp_path_factory) -> tuple[list[str], list[str]]:
     return results, last_checkpoints(folder)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.soak)])
 def test_the_number_of_workers_changes_no_bit(size, data, alone, tmp_path):
     assert in_world(size, all_variants, data, tmp_path, 4) == [alone[0]] * size
     assert last_checkpoints(tmp_path) == alone[1]
