@@ -396,7 +396,16 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = dumps(self._saved_predictor())
-            shipped = send(context, payload) if remote else context.broadcast(payload)
+            try:
+                shipped = send(context, payload) if remote else context.broadcast(payload)
+            except Exception as error:  # of py4j, with the JVM's error in its words
+                if "OutOfMemoryError" not in str(error):
+                    raise
+                raise InvalidSettingsError(
+                    f"Spark's driver has no memory left for the model, of {len(payload) / 1e6:.0f} MB; raise "
+                    "spark.driver.memory, which is set before the session starts. What other models have sent stays "
+                    "there until they are garbage collected"
+                ) from error
             self._shipments[about] = (uuid.uuid4().hex, shipped)
         return self._shipments[about]
 

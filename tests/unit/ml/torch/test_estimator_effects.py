@@ -188,3 +188,18 @@ def test_prediction_says_how_it_is_made_and_has_to_fit_the_output(dataset: Datas
     assert rules(prediction="argmax", epochs=1) == ["", "argmax"]
     with pytest.raises(InvalidSettingsError, match=r"prediction='value' does not go with .* shape \[3\]"):
         rules(prediction="value", epochs=1)
+
+
+class FullDriver:
+    """A SparkContext whose JVM has no memory left."""
+
+    applicationId = "app"
+
+    def broadcast(self, payload: bytes) -> Any:
+        raise RuntimeError("An error occurred while calling o1.readBroadcastFromFile: java.lang.OutOfMemoryError")
+
+
+def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: Dataset) -> None:
+    model = estimator().from_dataset_path(dataset)
+    with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
+        model._shipped(FullDriver())
