@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, output_names
-from spark_elastic.ml.keras.objective import LossTerm, Shares
+from spark_elastic.ml.keras.objective import ScaledLoss, Shares
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
 
@@ -53,7 +53,7 @@ def count_by_row(compiled: CompileArguments, shares: Shares, averaged: list[str]
     """
 
     def scaled(loss: Any) -> Any:
-        return None if loss is None else LossTerm(loss, shares)
+        return None if loss is None else ScaledLoss(loss, shares)
 
     def by_row(metric: Any) -> Any:
         return _by_row(metric, averaged) if inspect.isfunction(metric) else metric

@@ -58,7 +58,7 @@ class Shares:
             self.values, self.counts = {}, {}
 
 
-class LossTerm(keras.losses.Loss):
+class ScaledLoss(keras.losses.Loss):
     """A loss that is scaled so that its values times `shares.rows`, added up over workers, are the batch's loss.
 
     The sum of the values times sample weights and mask is divided by the denominator of the whole batch: the number of
@@ -175,8 +175,8 @@ def variables_of_losses(model: Any) -> list[Any]:
 
 
 def number_terms(model: Any, shares: Shares) -> None:
-    """Give each loss of each output its own `LossTerm`, once the model's losses are built."""
+    """Give each loss of each output its own `ScaledLoss`, once the model's losses are built."""
     flat = getattr(model._compile_loss, "_flat_losses", None) or []
     for number, each in enumerate(flat):
-        flat[number] = each._replace(loss=LossTerm(each.loss._given, shares, number))
+        flat[number] = each._replace(loss=ScaledLoss(each.loss._given, shares, number))
     shares.terms = len(flat)

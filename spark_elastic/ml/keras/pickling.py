@@ -51,11 +51,11 @@ class KerasPickle:
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
     """Return a pickle that any Python process with the same packages can load; `compiled`: models stay compiled."""
     file = io.BytesIO()
-    _Pickler(file, custom_objects, compiled).dump(value)
+    _KerasPickler(file, custom_objects, compiled).dump(value)
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _KerasPickler(cloudpickle.Pickler):
     def __init__(self, file: Any, custom_objects: Mapping[str, Any] | None, compiled: bool) -> None:
         super().__init__(file)
         self._given = custom_objects

@@ -149,6 +149,14 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
                 )
     with common.optimizer_errors(optimizer, "parameters"):
         optimizer.step()
+    for kept in optimizer.state.values():
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.is_sparse:
+                raise InvalidSettingsError(
+                    f"{name} in the state of {type(optimizer).__name__} is sparse, as the gradients are, and workers "
+                    "copy dense states alone; use sparse=False in torch.nn.Embedding, torch.optim.SparseAdam, or SGD "
+                    "without momentum"
+                )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics warns of a class that is missing in so few rows

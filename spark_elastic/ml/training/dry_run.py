@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ log = logging.getLogger("spark_elastic.ml")
 ROWS = 4
 """The number of rows that the step of a dry run takes."""
 
+_PACKAGE = Path(__file__).parents[2]
 _OF_CODE = (NameError, AttributeError, ImportError)
 
 T = TypeVar("T", bound=Training)
@@ -105,6 +107,8 @@ def _is_fault_of_code(error: Exception) -> bool:
     if isinstance(error, SparkElasticError):
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    if Path(innermost).is_relative_to(_PACKAGE):  # it answers the user's code, as `self.trainer` of Lightning does
+        return False
     return isinstance(error, _OF_CODE) or (isinstance(error, TypeError) and is_users(innermost))
 
 

@@ -16,7 +16,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.dry_run import dry_run
 from spark_elastic.ml.keras.engine import prepare
 from spark_elastic.ml.keras.feeding import BatchPart
-from spark_elastic.ml.keras.objective import LossTerm, Shares
+from spark_elastic.ml.keras.objective import ScaledLoss, Shares
 from spark_elastic.ml.keras.steps import part_arguments
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import dense, in_float64, make_training
@@ -146,7 +146,7 @@ def test_parts_of_any_loss_add_up_to_the_loss_and_gradient_of_the_whole(by_class
     with in_float64():
         for given in of_classes() if by_class else of_numbers():
             shares, by_row = Shares(), rows["weight"] if weighted else None
-            term = LossTerm(given, shares)
+            term = ScaledLoss(given, shares)
             by_token = None if by_row is None else np.repeat(by_row[:, None], LONGEST, 1)
             expected = of(keras.losses.get(given) if not isinstance(given, str) else as_loss(given), 0, ROWS, by_token)
             totals = [0.0]

@@ -50,7 +50,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(params, lr=0.1)  # its momentum of sparse gradients is sparse, which is refused
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
