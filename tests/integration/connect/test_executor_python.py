@@ -56,7 +56,7 @@ def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare, tmp_pa
         another = server.session()
         loaded = ElasticTorchModel.load(str(tmp_path / "model"))
         fresh = another.range(0, 20).selectExpr("cast(id as float) as x", "0f as y")
-        with pytest.raises(Exception, match="No module named 'spark_elastic'"):
+        with pytest.raises(ExecutorPythonError, match="it has no spark_elastic"):
             loaded.transform(fresh).collect()
         spark_elastic.ship_package(another)
         assert len(loaded.transform(fresh).collect()) == 20
