@@ -203,3 +203,22 @@ def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: 
     model = estimator().from_dataset_path(dataset)
     with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
         model._shipped(FullDriver())
+
+
+class Table(torch.nn.Module):
+    """A model whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(2, 3, sparse=True)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.table((features[:, 0] > 0).long())
+
+
+def test_optimizer_with_a_sparse_state_is_refused_before_workers_start(dataset: Dataset) -> None:
+    def momentum(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    with pytest.raises(InvalidSettingsError, match=r"momentum_buffer in the state of SGD is sparse.*SparseAdam"):
+        estimator(model=Table(), optimizer=momentum).from_dataset_path(dataset)
