@@ -105,7 +105,7 @@ class JavaNotFoundError(UsageError):
 
 
 PYTHON_SETTING = "PYSPARK_PYTHON in this program's environment (spark.pyspark.python acts with spark-submit alone)"
-"""What chooses the executors' Python, except behind Spark Connect."""
+"""The setting for the Python of the executors, in words for messages; Spark Connect has another."""
 
 
 class ExecutorPythonError(UsageError):

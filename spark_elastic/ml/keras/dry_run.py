@@ -38,7 +38,7 @@ log = logging.getLogger("spark_elastic.ml")
 _ROWS_OF_MEANS = 16
 """The number of rows whose loss is compared with that of their parts."""
 _DRAWS = 4
-"""How often it is computed: it may be random."""
+"""The number of times that each loss is computed, because it may be random."""
 
 
 def dry_run(
