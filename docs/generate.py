@@ -388,36 +388,6 @@ def compared() -> str:
     return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, "", told, ""])
 
 
-def lines_of_code() -> str:
-    """Return the counts of `benchmarks/lines_of_code.py`: a row for each task, then the reasons for the dashes."""
-    document = json.loads((RESULTS / "lines_of_code.json").read_text())
-    peers, runs = document["peers"], document["runs"]
-    heads = ["task", "spark_elastic", *peers.values(), "the same in all"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    reasons: dict[str, list[str]] = {}
-    for row in document["tasks"]:
-        counts = row["lines"]
-        cells = [f"[{row['title']}]({row['recipe']})", str(counts["spark_elastic"])]
-        for peer, name in peers.items():
-            note = "" if runs.get(f"{peer}/{row['task']}", {}).get("ran") else "*"
-            cells.append(f"{counts[peer]}{note}" if peer in counts else "–")
-            if peer not in counts:
-                reasons.setdefault(f"{name}: {row['missing'][peer]}", []).append(row["title"])
-        lines.append(f"| {' | '.join([*cells, str(row['shared'] or '–')])} |")
-    total = sum(len(row["lines"]) - 1 for row in document["tasks"])
-    ran = sum(note["ran"] for note in runs.values())
-    told = [f"Programs of peers that have been run to their end: {ran} of {total}. \\* marks those that have not."]
-    failed = {name: note["error"] for name, note in runs.items() if not note["ran"]}
-    told += [f"- `{name}` failed: `{error}`" for name, error in sorted(failed.items())]
-    used = [
-        f"{peers[peer]}: {', '.join(f'{k} {v}' for k, v in each.items())}"
-        for peer, each in document["versions"].items()
-    ]
-    dashes = [f"- {reason} ({', '.join(titles)})" for reason, titles in reasons.items()]
-    parts = [*lines, "", told[0], "", *told[1:], *([""] if failed else []), "The dashes:", "", *dashes]
-    return "\n".join([*parts, "", f"Run with {'; '.join(used)}." if used else "", ""])
-
-
 def _number(value: float) -> str:
     """Return the value with three significant digits, from 100 on as a whole number."""
     if value == 0:
@@ -475,7 +445,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "hostile": hostile,
     "compared": compared,
     "control_plane": control_plane,
-    "lines_of_code": lines_of_code,
     "versions": versions,
 }
 """The generated parts, by their name in the pages."""
