@@ -55,7 +55,7 @@ bench: java $(STAMP)
 
 .PHONY: chaos
 chaos: java $(STAMP)
-	$(BIN)/python benchmarks/chaos.py --short --results build/chaos
+	$(BIN)/python -m tests.storms.chaos --short --results build/chaos
 
 .PHONY: notebooks
 notebooks: java $(STAMP)

@@ -28,6 +28,7 @@ from spark_elastic.wire import messages
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
+STORMS = ROOT / "tests" / "storms" / "results"
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -171,21 +172,6 @@ CAPTIONS = {
     "before_after_speed.json": "steps, kills, reading, writing and `fit` before and after the work on speed, in turns",
     "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
     "before_after_write.json": "writing before and after the work on speed, in more turns",
-    "chaos-namespaces.json": "storms of random faults, standalone cluster, each Worker in a network namespace",
-    "chaos-processes.json": "storms of random faults, processes of one machine",
-    "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
-    "chaos-idle.json": "a storm with a fault about every 44 s, standalone cluster, idle machine",
-    "chaos-namespaces-sampler-80.json": "a storm of 80 faults, standalone cluster, each Worker in a network namespace",
-    "chaos-processes-keras-80.json": "a storm of 80 faults over a fit with Keras, processes of one machine",
-    "chaos-processes-sampler-110.json": "a storm of 110 faults, processes of one machine",
-    "chaos-processes-sampler-250.json": "a storm of 250 faults, processes of one machine whose clock jumps",
-    "chaos-processes-torch-70.json": "a storm of 70 faults over a fit, processes of one machine",
-    "chaos-processes-torch-90.json": "a storm of 90 faults over a fit, processes of one machine whose clock jumps",
-    "chaos-standalone-decommissioned.json": "a storm of decommissioning and stopped newcomers, standalone cluster",
-    "chaos-standalone-sampler-150.json": "a storm of 150 faults, standalone cluster",
-    "chaos-standalone-torch-60.json": "a storm of 60 faults over a fit, standalone cluster",
-    "chaos-soak.json": "a storm of an hour over one training, standalone cluster",
-    "chaos-standalone.json": "storms of random faults, standalone cluster",
     "compression_loss.json": "a small net on digits with gradients in 16 bits, 4 workers on 4 hosts, beside float32",
     "compression_time.json": "a step with 9.8 M parameters between 2 hosts over 1 Gbit/s, by compression",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
@@ -202,7 +188,6 @@ CAPTIONS = {
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
     "keras_step_time_5_at_once.json": "the same with steps_per_execution=5, without the strategy, which cannot run it",
     "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
-    "membership-changes.json": "resources that the processes still hold after ten thousand changes of the world",
     "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
     "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
@@ -273,9 +258,9 @@ def _step_times(name: str, document: dict[str, Any]) -> list[str]:
 
 
 def storms() -> str:
-    """Return what `benchmarks/chaos.py` found: a row for each storm, and the faults with how often each was done."""
+    """Return what `tests/storms/chaos.py` found: a row for each storm, and the faults with how often each was done."""
     rows, counts = [], Counter[str]()
-    for path in sorted(RESULTS.glob("chaos-*.json")):
+    for path in sorted(STORMS.glob("chaos-*.json")):
         document = json.loads(path.read_text())
         for each in document["raw"]["storms"]:
             counts.update(fault["kind"] for fault in each["faults"])
@@ -293,21 +278,20 @@ def storms() -> str:
 
 
 def chaos_faults() -> dict[str, Any]:
-    """Return the kinds of faults of `benchmarks/chaos.py`."""
-    folders = [str(ROOT), str(ROOT / "benchmarks")]
-    sys.path[:0] = folders
+    """Return the kinds of faults of `tests/storms/chaos.py`."""
+    sys.path.insert(0, str(ROOT))
     try:
-        return dict(importlib.import_module("_chaos_faults").FAULTS)
+        return dict(importlib.import_module("tests.storms.chaos_faults").FAULTS)
     finally:
-        del sys.path[: len(folders)]
+        sys.path.remove(str(ROOT))
 
 
 def hostile() -> str:
-    """Return the figures of `benchmarks/fuzz.py`, `fuzz_guided.py` and `membership_changes.py`."""
+    """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
     rows = []
     names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes")
     for name in (f"{each}.json" for each in names):
-        path = RESULTS / name
+        path = STORMS / name
         if path.exists():
             document = json.loads(path.read_text())
             when, load = document["machine"]["when"][:10], document["machine"]["load_average_1min"]

@@ -1,22 +1,17 @@
-"""Short runs of `benchmarks/fuzz.py`: hostile frames against a server, and hostile files against their readers."""
+"""Short runs of `tests/storms/fuzz.py`: hostile frames against a server, and hostile files against their readers."""
 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode
+from tests.storms import hostile_documents as documents
+from tests.storms import hostile_frames as frames
 from tests.unit.driver.test_rendezvous_server import HELLO, Served
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import _hostile_documents as documents
-import _hostile_frames as frames
 
 
 def test_rubbish_is_a_message_or_a_protocol_error():

@@ -1,9 +1,9 @@
 """Strike a training with hundreds of faults, from a seed, and judge what is left of it.
 
-    python benchmarks/chaos.py                                    # five minutes, each site and each loop in turn
-    python benchmarks/chaos.py --on standalone --loop sampler --faults 500
-    python benchmarks/chaos.py --on processes --loop exact --seconds 3600 --gap 10
-    python benchmarks/chaos.py --on processes --loop exact --seed 7 --first 41 --faults 1     # one fault again
+    python -m tests.storms.chaos                                    # five minutes, each site and each loop in turn
+    python -m tests.storms.chaos --on standalone --loop sampler --faults 500
+    python -m tests.storms.chaos --on processes --loop exact --seconds 3600 --gap 10
+    python -m tests.storms.chaos --on processes --loop exact --seed 7 --first 41 --faults 1     # one fault again
 
 Sites: `processes` (the local launcher, two loopback addresses as hosts), `standalone` (a Spark Master and Workers) and
 `namespaces` (the same, each Worker in a network namespace with a link of its own; needs root and `ip`).
@@ -36,14 +36,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _chaos_faults import CLOCK, FAULTS, Fault, Site, Strike, fault_of, kinds_on, shifted_clock
-from _chaos_judge import Verdict, shared_files, verdict_of
-from _harness import Series, parser, report
 from pyspark.sql import SparkSession
 
 import spark_elastic
+from benchmarks._harness import Series, parser, report
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration import clusters, network
 from tests.integration.local import random_kills
@@ -52,8 +48,11 @@ from tests.integration.spark import training
 from tests.integration.spark.diary import Diary, Entry
 from tests.integration.spark.fits import Fit, Framework
 from tests.leftovers import Before
+from tests.storms.chaos_faults import FAULTS, Fault, Site, Strike, fault_of, kinds_on
+from tests.storms.chaos_judge import Verdict, shared_files, verdict_of
+from tests.storms.wall_clock import CLOCK, shifted_clock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SITES = ("processes", "standalone", "namespaces")
 FITS: tuple[Framework, ...] = ("torch", "keras")
 LOOPS = ("sampler", "exact", *FITS)
@@ -307,7 +306,7 @@ def in_words(verdict: Verdict, faults: int) -> str:
 
 
 def main() -> int:
-    arguments = parser(__doc__, repeat=1)
+    arguments = parser(__doc__, repeat=1, results=Path(__file__).with_name("results"))
     arguments.add_argument("--on", choices=SITES, help="one site only")
     arguments.add_argument("--loop", choices=LOOPS, help="one loop only")
     arguments.add_argument("--seed", type=int, default=1, help="of the first storm (%(default)s)")
@@ -328,7 +327,7 @@ def main() -> int:
     ):  # this process drives the jobs: it needs the clock, too
         with shifted_clock(ROOT / "build" / "chaos") as added:
             if added:
-                return subprocess.run([sys.executable, *sys.argv], env={**os.environ, **added}).returncode
+                return subprocess.run([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **added}).returncode
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
     os.environ["PYSPARK_PYTHON"] = sys.executable  # a session reads it as its JVM starts, which serves all storms
     if args.seconds is None:

@@ -1,6 +1,6 @@
 """Simulated agents and workers for control_plane.py: thousands in a process, on real connections to a real driver.
 
-    python benchmarks/_simulated_peers.py < commands > events      (JSON, one object a line)
+    python tests/storms/simulated_peers.py < commands > events      (JSON, one object a line)
 
 Each peer authenticates, sends its hello and its heartbeats, tries the connections that the driver asks for, gets ready
 with the endpoint at which it would listen, receives worlds, and answers a cut by getting ready again. A real worker
@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from _harness import raise_descriptor_limit
-
+from benchmarks._harness import raise_descriptor_limit
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s

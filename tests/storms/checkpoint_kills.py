@@ -1,7 +1,7 @@
 """Kill a fit, driver and all, at every operation on the files of its run, and call it again.
 
-    python benchmarks/checkpoint_kills.py                         # 60 kills, some 25 minutes
-    python benchmarks/checkpoint_kills.py --repeat 5 --loop torch
+    python -m tests.storms.checkpoint_kills                         # 60 kills, some 25 minutes
+    python -m tests.storms.checkpoint_kills --repeat 5 --loop torch
 
 Each case is a real fit of a few epochs, on Spark in local mode with two workers, with a checkpoint after each epoch.
 The worker that writes checkpoints, or the driver, is killed with SIGKILL before one of its operations on the files of
@@ -30,17 +30,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-from _harness import Series, parser, report
 
+from benchmarks._harness import Series, parser, report
 from tests.integration.processes import GONE_S, MARK, assert_gone, marked
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.fits import BATCH, ROWS, TOLERANCE, Framework, expected_weights
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = ROOT / "benchmarks" / "_killed_fit" / "_killed_fit.py"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("killed_fit") / "killed_fit.py"
 FRAMEWORKS: tuple[Framework, ...] = ("torch", "keras")
 EPOCHS = 4
 STEPS = ROWS // BATCH
@@ -151,7 +149,7 @@ def operations_of(framework: Framework) -> Counter[str]:
 
 
 def main() -> int:
-    options = parser(__doc__, repeat=50)
+    options = parser(__doc__, repeat=50, results=Path(__file__).with_name("results"))
     options.add_argument("--loop", choices=FRAMEWORKS, help="one framework only")
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()

@@ -1,4 +1,4 @@
-"""One call of `fit`, as a program: `python _killed_fit.py torch FOLDER EPOCHS RESULT`. Its result is a JSON file."""
+"""One call of `fit`, as a program: `python killed_fit.py torch FOLDER EPOCHS RESULT`. Its result is a JSON file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from pyspark.sql import SparkSession
 

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of all that is decoded: frames, messages, key-values, and the files that are read.
 
     pip install atheris                                       # Linux on x86-64; nothing else needs it
-    python benchmarks/fuzz_guided.py                          # two minutes for each target
-    python benchmarks/fuzz_guided.py --seconds 3600 --only manifests models --seed 7
+    python -m tests.storms.fuzz_guided                          # two minutes for each target
+    python -m tests.storms.fuzz_guided --seconds 3600 --only manifests models --seed 7
 
 `fuzz.py` draws its inputs blindly; here libFuzzer sees which branches of the package an input has reached, and goes on
 from those that have reached new ones. Messages and documents are mutated as structures most of the time, with checksums
@@ -31,11 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._harness import Series, parser, report
 
-from _harness import Series, parser, report
-
-PROGRAM = Path(__file__).with_name("_guided_target.py")
+PROGRAM = Path(__file__).with_name("guided_target.py")
 TARGETS = ("wire-frames", "wire-messages", "key-values", "manifests", "checkpoints", "models")
 GROWTH_MIB = 64.0
 START_S = 300.0
@@ -75,7 +73,7 @@ def fuzz(target: str, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    options = parser(__doc__, repeat=1)
+    options = parser(__doc__, repeat=1, results=Path(__file__).with_name("results"))
     options.add_argument("--seconds", type=float, default=120.0, help="for each target (%(default)s)")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS, help="targets (all)")

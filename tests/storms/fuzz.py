@@ -1,9 +1,9 @@
 """Attack a job's port, and every kind of file that is read, with a million hostile frames and hundred thousand files.
 
-    python benchmarks/fuzz.py                                # a quarter of an hour
-    python benchmarks/fuzz.py --only slowdown                # three minutes, on an idle machine
-    python benchmarks/fuzz.py --only documents --documents 500000 --seed 7
-    python benchmarks/fuzz.py --frames 20000 --documents 3000 --repeat 2
+    python -m tests.storms.fuzz                                # a quarter of an hour
+    python -m tests.storms.fuzz --only slowdown                # three minutes, on an idle machine
+    python -m tests.storms.fuzz --only documents --documents 500000 --seed 7
+    python -m tests.storms.fuzz --frames 20000 --documents 3000 --repeat 2
 
 `frames`: a real driver with two workers that train, whose process may open 1024 descriptors. Strangers send malformed,
 truncated, oversized, replayed, reordered and altered frames, proofs of another key, and with the right key frames that
@@ -33,15 +33,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _attacked_job import AttackedJob, attacked_job, difference
-from _harness import Series, parser, report
-from _hostile_documents import attack_documents
-from _hostile_frames import GREETING_BYTES, Stranger, attempts
-from _hostile_judge import Findings
-
+from benchmarks._harness import Series, parser, report
 from spark_elastic.wire.channel import connect
+from tests.storms.attacked_job import AttackedJob, attacked_job, difference
+from tests.storms.hostile_documents import attack_documents
+from tests.storms.hostile_frames import GREETING_BYTES, Stranger, attempts
+from tests.storms.hostile_judge import Findings
 
 PARTS = ("slowdown", "frames", "documents")
 DESCRIPTORS = 1024
@@ -186,7 +183,7 @@ def against_files(args: argparse.Namespace) -> dict[str, Findings]:
 
 
 def main() -> int:
-    options = parser(__doc__, repeat=24)
+    options = parser(__doc__, repeat=24, results=Path(__file__).with_name("results"))
     options.add_argument("--frames", type=int, default=1_000_000, help="hostile connections (%(default)s)")
     options.add_argument("--documents", type=int, default=120_000, help="hostile files (%(default)s)")
     options.add_argument("--rate", type=float, default=50.0, help="attempts a second for the slowdown (%(default)s)")

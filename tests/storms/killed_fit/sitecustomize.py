@@ -84,7 +84,7 @@ def _who() -> str | None:
     words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
     if b"spark_elastic.task.main" in words:
         return "worker"
-    return "driver" if any(word.endswith(b"_killed_fit.py") for word in words) else None
+    return "driver" if any(word.endswith(b"/killed_fit.py") for word in words) else None
 
 
 if "KILLED_FIT" in os.environ and (_me := _who()) is not None:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.integration.processes import children, command_line, is_running
 from tests.integration.spark.diary import Diary, Entry
+from tests.storms.wall_clock import CLOCK, shift_clock
 
 BUSY_PROCESSES_PER_CORE = 4
 REPLACED_S = 60.0
@@ -289,38 +288,6 @@ def _kill_for_memory(s: Strike) -> None:
             time.sleep(0.05)
 
     s.site.later(0.0, remove)
-
-
-CLOCK = "CHAOS_CLOCK"
-"""The variable of the environment that names the file from which `_wall_clock.c` reads the shift of the wall clock."""
-
-
-def shift_clock(seconds: int) -> None:
-    """Shift the wall clock of all processes that were started with the shifted clock."""
-    with open(os.environ[CLOCK], "r+b") as file:  # in place: it is mapped into the processes
-        file.write(struct.pack("q", seconds))
-
-
-@contextlib.contextmanager
-def shifted_clock(folder: Path) -> Iterator[dict[str, str]]:
-    """Build the library with the shifted clock; yields the environment of processes that are to have it.
-
-    Yields nothing if there is no C compiler.
-    """
-    compiler = shutil.which("cc")
-    if compiler is None:
-        yield {}
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    library, clock = folder / f"wall_clock-{os.getpid()}.so", folder / f"clock-{os.getpid()}"
-    source = Path(__file__).with_name("_wall_clock.c")
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    clock.write_bytes(struct.pack("q", 0))
-    try:
-        yield {CLOCK: str(clock), "LD_PRELOAD": " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))}
-    finally:
-        library.unlink()
-        clock.unlink()
 
 
 def _jump_clock(s: Strike) -> None:

@@ -1,7 +1,7 @@
 """Whether a process that lives through many worlds keeps anything of them: descriptors, threads, memory.
 
-    python benchmarks/membership_changes.py                   # a thousand worlds
-    python benchmarks/membership_changes.py --repeat 10000    # three minutes
+    python -m tests.storms.membership_changes                   # a thousand worlds
+    python -m tests.storms.membership_changes --repeat 10000    # three minutes
 
 Two real workers under the real driver. One of them fails a collective on purpose after each step, so that the world is
 cut, left and rebuilt with new Gloo groups; what each worker and the driver hold is read after a warm-up and at the end.
@@ -10,16 +10,12 @@ cut, left and rebuilt with new Gloo groups; what each worker and the driver hold
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _harness import Series, parser, report
-
 import spark_elastic
+from benchmarks._harness import Series, parser, report
 from spark_elastic.membership.timeline import WorldStarted
 
 SETTLE_S = 30.0
@@ -82,7 +78,7 @@ def live_through(changes: int, warm_up: int) -> tuple[dict[str, float], dict[str
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeat=1000)
+    arguments = parser(__doc__, repeat=1000, results=Path(__file__).with_name("results"))
     arguments.add_argument("--warm-up", type=int, default=50)
     args = arguments.parse_args()
     changes = 100 if args.quick else args.repeat

@@ -1,4 +1,4 @@
-"""One target of `fuzz_guided.py`, in a process of its own: `python _guided_target.py TARGET SECONDS SEED RESULT`.
+"""One target of `fuzz_guided.py`, in a process of its own: `python guided_target.py TARGET SECONDS SEED RESULT`.
 
 It writes what it found to RESULT, JSON, and ends by itself. libFuzzer's own lines go to stderr.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import atheris
 
@@ -35,17 +35,16 @@ INSTRUMENTED = {
 """By target, the modules whose branches guide it: to instrument all takes longer than to fuzz."""
 
 with atheris.instrument_imports(include=INSTRUMENTED[sys.argv[1]]):
-    import _hostile_frames as frames
-    from _hostile_judge import Findings, usage
-
     from spark_elastic.driver.rendezvous_server import MAX_ROUND_BYTES, RoundKeyValues
     from spark_elastic.errors import ProtocolError
     from spark_elastic.wire.encoding import decode, encode
     from spark_elastic.wire.framing import Connection
     from spark_elastic.wire.messages import Message
+    from tests.storms import hostile_frames as frames
+    from tests.storms.hostile_judge import Findings, usage
 
     if sys.argv[1] in ("manifests", "checkpoints", "models"):
-        import _hostile_documents as documents
+        from tests.storms import hostile_documents as documents
 
 LONGEST_INPUT = 1 << 16
 WARM_SHARE = 0.25

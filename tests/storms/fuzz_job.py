@@ -1,6 +1,6 @@
 """The job that `fuzz.py` attacks: a driver process of its own, with few descriptors, that answers questions.
 
-    python _fuzz_job.py STEPS_FILE DESCRIPTORS
+    python fuzz_job.py STEPS_FILE DESCRIPTORS
 
 Prints its address and its key in one line of JSON. Each further line on stdin is answered by one of JSON with the state
 of the job, `end` ends the job. The steps file gets the time of every step of rank 0, eight bytes each.
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-PROGRAM = Path(__file__).with_name("_fuzz_job.py")
+PROGRAM = Path(__file__).with_name("fuzz_job.py")
 
 
 @dataclass(frozen=True)

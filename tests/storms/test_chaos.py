@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _chaos_faults
-
-    yield _chaos_faults
-    sys.modules.pop("_chaos_faults")
-
-
-@pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _chaos_judge
-
-    yield _chaos_judge
-    sys.modules.pop("_chaos_judge")
+from tests.storms import chaos_faults as faults
+from tests.storms import chaos_judge as judge
 
 
 def steps(pid: int, numbers: list[int], *, round: int = 1, at: float = 0.0, size: int = 2) -> list[dict[str, Any]]:
@@ -36,7 +17,7 @@ def steps(pid: int, numbers: list[int], *, round: int = 1, at: float = 0.0, size
     return [{**entry, "step": number, "at": at + 0.1 * i} for i, number in enumerate(numbers)]
 
 
-def test_a_fault_depends_on_seed_and_number_alone(faults: Any) -> None:
+def test_a_fault_depends_on_seed_and_number_alone() -> None:
     kinds = faults.kinds_on("standalone")
     one = [faults.fault_of(7, number, kinds, 0.5) for number in range(1, 50)]
     assert one[40] == faults.fault_of(7, 41, kinds, 0.5)
@@ -44,7 +25,7 @@ def test_a_fault_depends_on_seed_and_number_alone(faults: Any) -> None:
     assert all(0 <= fault.gap_s <= 2.0 for fault in one)
 
 
-def test_every_kind_of_fault_is_drawn_where_it_can_be_done(faults: Any) -> None:
+def test_every_kind_of_fault_is_drawn_where_it_can_be_done() -> None:
     for site in ("processes", "standalone", "namespaces"):
         kinds = faults.kinds_on(site)
         drawn = {faults.fault_of(1, number, kinds, 0.5).kind for number in range(1, 600)}
@@ -53,7 +34,7 @@ def test_every_kind_of_fault_is_drawn_where_it_can_be_done(faults: Any) -> None:
     assert "link down long" not in faults.kinds_on("standalone")
 
 
-def test_steps_that_a_survivor_applies_again_are_seen(judge: Any) -> None:
+def test_steps_that_a_survivor_applies_again_are_seen() -> None:
     applied = [*steps(1, [1, 2, 3, 4]), *steps(1, [4, 5], round=2, at=1.0), *steps(2, [1, 2, 3])]
     assert judge.repeated_steps(applied, allowed=1) == (1, [])
     assert judge.repeated_steps(applied, allowed=0) == (
@@ -62,12 +43,12 @@ def test_steps_that_a_survivor_applies_again_are_seen(judge: Any) -> None:
     )
 
 
-def test_steps_that_only_dead_workers_had_applied_are_not_lost(judge: Any) -> None:
+def test_steps_that_only_dead_workers_had_applied_are_not_lost() -> None:
     applied = [*steps(1, [1, 2, 3, 4]), *steps(2, [1, 2, 3]), *steps(2, [4, 5], round=2, at=1.0)]
     assert judge.repeated_steps(applied, allowed=0) == (0, [])
 
 
-def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_given(judge: Any) -> None:
+def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_given() -> None:
     quiet = steps(1, list(range(60)))
     stormy = steps(1, list(range(60, 110)), round=2, at=10.0)
     verdict = judge.verdict_of([*quiet, *stormy], 0, 2, 6.5, 16.5, [])
@@ -77,7 +58,7 @@ def test_goodput_is_the_share_of_the_steps_that_the_speed_before_would_have_give
     assert verdict.lost_steps == []
 
 
-def test_live_goodput_counts_the_stalls_alone(judge: Any) -> None:
+def test_live_goodput_counts_the_stalls_alone() -> None:
     stormy = [
         *steps(1, list(range(10)), at=0.0, size=3),
         *steps(1, list(range(10, 30)), round=2, at=2.0, size=2),  # 1.1 s after the last step, of which 0.1 s is usual
@@ -87,7 +68,7 @@ def test_live_goodput_counts_the_stalls_alone(judge: Any) -> None:
     assert judge.live_goodput_of([], 0.0, 5.0) == 0.0
 
 
-def test_course_tells_the_steps_of_the_storm_and_the_size_of_its_newest_world(judge: Any) -> None:
+def test_course_tells_the_steps_of_the_storm_and_the_size_of_its_newest_world() -> None:
     quiet = steps(1, list(range(60)))
     stormy = [*steps(1, [60, 61], round=2, at=6.5, size=3), *steps(1, [61, 62], round=3, at=12.5, size=1)]
     course = judge.course_of([*quiet, *stormy], 6.45, 16.45)
@@ -97,7 +78,7 @@ def test_course_tells_the_steps_of_the_storm_and_the_size_of_its_newest_world(ju
     assert len(course) == 4  # moments without a step are left out
 
 
-def test_too_few_steps_before_the_storm_are_a_problem_beside_the_others(judge: Any) -> None:
+def test_too_few_steps_before_the_storm_are_a_problem_beside_the_others() -> None:
     verdict = judge.verdict_of(steps(1, list(range(10))), 0, 1, 5.0, 6.0, ["it hangs"])
     assert verdict.problems == [
         "it hangs",
@@ -119,7 +100,7 @@ class Reads:
         return self.entries
 
 
-def test_a_newcomer_that_begins_to_train_as_it_is_chosen_is_not_struck(faults: Any) -> None:
+def test_a_newcomer_that_begins_to_train_as_it_is_chosen_is_not_struck() -> None:
     me = os.getpid()
     up, applied = {"pid": me, "what": "up"}, {"pid": me, "what": "applied"}
     site = faults.Site(Reads(up), 4.0)
@@ -131,7 +112,7 @@ def test_a_newcomer_that_begins_to_train_as_it_is_chosen_is_not_struck(faults: A
     assert not site.is_struck(me)
 
 
-def test_a_newcomer_is_claimed_by_one_fault_only(faults: Any) -> None:
+def test_a_newcomer_is_claimed_by_one_fault_only() -> None:
     me = os.getpid()
     site = faults.Site(Reads({"pid": me, "what": "up"}, {"pid": 1, "what": "other"}), 4.0)
     site.diary.read()
