@@ -167,26 +167,12 @@ def _cell(text: str) -> str:
 
 
 CAPTIONS = {
-    "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
-    "before_after_layout.json": "the package before and after its modules were joined, two turns",
-    "before_after_speed.json": "steps, kills, reading, writing and `fit` before and after the work on speed, in turns",
-    "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
-    "before_after_write.json": "writing before and after the work on speed, in more turns",
-    "compression_loss.json": "a small net on digits with gradients in 16 bits, 4 workers on 4 hosts, beside float32",
-    "compression_time.json": "a step with 9.8 M parameters between 2 hosts over 1 Gbit/s, by compression",
-    "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
-    "hosts.json": "a reduction between 2 to 8 hosts (loopback addresses, a worker each), beside Gloo's",
-    "spark-slots.json": "the driver's side of 8 to 500 slots in Spark",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
     "data_read_peer_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
     "fit_kept.json": "a whole fit with keep_workers, and a second fit on the same rows",
-    "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
-    "freed_memory.json": "a step of a process that keeps the memory it frees, and of one that returns it, in turns",
-    "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
-    "keras_step_time_5_at_once.json": "the same with steps_per_execution=5, without the strategy, which cannot run it",
     "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
     "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
@@ -197,7 +183,6 @@ CAPTIONS = {
     "recovery-worker-processes-4-32-on-8-hosts.json": "SIGKILL of a worker, 8 hosts (loopback), busy machine",
     "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
-    "regrouping.json": "the processor time of a change of the world, for each worker",
     "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
     "start-local-cluster-kept.json": "from the call to the first step, with keep_workers, local-cluster",
     "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
@@ -238,19 +223,15 @@ def _series_of(name: str, document: dict[str, Any]) -> list[str]:
 
 
 def _step_times(name: str, document: dict[str, Any]) -> list[str]:
-    some = next(iter(next(iter(document["models"].values())).values()))
-    ratio, whose = next(
-        (key, of) for key, of in (("ratio_to_ddp", "DDP's"), ("ratio_to_trajectory", '`"trajectory"`')) if key in some
-    )
     rows = [
-        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each[ratio])} |"
+        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each['ratio_to_ddp'])} |"
         for model, ways in document["models"].items()
         for way, each in ways.items()
     ]
     return [
         f"**`{name}`** ({document['what']}; {document['cores']} cores, load {document['load'][0]:.2f})",
         "",
-        f"| model: way | median, ms | of {whose} |",
+        "| model: way | median, ms | of DDP's |",
         "|---|---|---|",
         *rows,
         "",
