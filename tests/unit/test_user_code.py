@@ -68,6 +68,11 @@ from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticT
 def use(model: ElasticTorchModel) -> None:
     ElasticTorchEstimator(raw_prediction="rawPrediction")
     ElasticTorchEstimator(epochs="3")
+    ElasticTorchEstimator("model")
+    ElasticTorchEstimator().setEpochs("3")
+    ElasticTorchEstimator().setEpoch(3)
+    ElasticTorchEstimator().fit("df")
+    ElasticKerasEstimator(train_fn=len)
     ElasticTorchEstimator(optimizer="adam")
     ElasticTorchEstimator().setParams(epoch=3)
     ElasticKerasEstimator(output_type="vectors")
