@@ -115,6 +115,7 @@ def test_there_are_programs_to_check() -> None:
     assert len(names) >= 7 + 12
 
 
+@pytest.mark.soak
 def test_mypy_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     api = pytest.importorskip("mypy.api")
     files = [str(path) for path in sorted(folder.glob("*.py"))]

@@ -144,12 +144,13 @@ SCHEMA = {
 
 
 OF_LABELS = ("a null in the label", "NaN in a label of classes", "a class with a fraction", "wider than declared")
-"""Values that a framework has to do with; all others are the same code for both."""
+"""Columns that a framework has to do with; all others are the same code for both."""
+SAME_FOR_BOTH = pytest.mark.parametrize("here", ["torch"], indirect=True)
 
 
 @pytest.mark.parametrize(
     ("here", "kind"),
-    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *(("keras", kind) for kind in (*OF_LABELS, *SCHEMA))],
+    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *(("keras", kind) for kind in OF_LABELS)],
     indirect=["here"],
 )
 def test_column_that_cannot_be_trained_on_is_named(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
@@ -158,6 +159,7 @@ def test_column_that_cannot_be_trained_on_is_named(here: ModuleType, spark: Any,
     refused(lambda: estimator(here, store, **settings).fit(hostile), complaint, store)
 
 
+@SAME_FOR_BOTH
 def test_frames_that_cannot_be_trained_on_are_refused(here: ModuleType, spark: Any, store: Path) -> None:
     good, plain = rows(spark), estimator(here, store)
     refused(lambda: plain.fit(good.where("a < 0")), "the DataFrame has no rows", store)
@@ -238,6 +240,7 @@ ACCEPTED = {
 }
 
 
+@SAME_FOR_BOTH
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_unusual_columns_are_trained_on_with_their_values(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
     columns, settings = ACCEPTED[kind]
@@ -265,6 +268,7 @@ def test_few_rows_and_partitions_without_rows_are_trained_on(here: ModuleType, s
     assert np.isfinite(aside.history[0]["val_loss"])
 
 
+@SAME_FOR_BOTH
 def test_rows_that_differ_at_each_try_are_those_of_one_try(here: ModuleType, spark: Any, store: Path) -> None:
     """Features, label and split of a row come from the same evaluation, and nothing is left in the end."""
     drawn = F.udf(lambda a: random.random(), "float").asNondeterministic()
@@ -298,6 +302,7 @@ spark.stop()
 """
 
 
+@pytest.mark.soak
 def test_cell_of_100_mb_is_trained_on(tmp_path: Path) -> None:
     """In a program of its own, whose JVM has the memory for it."""
     command = [sys.executable, "-c", HUGE_CELL, str(tmp_path)]
@@ -314,6 +319,7 @@ def test_fewer_rows_than_workers(here: ModuleType, spark: Any, store: Path) -> N
     assert [each["rows"] for each in made.fit(rows(spark).where("a = 1")).history] == [1, 1]
 
 
+@SAME_FOR_BOTH
 def test_source_that_changed_between_fits_is_written_again_and_its_checkpoints_are_refused(
     here: ModuleType, spark: Any, store: Path, tmp_path: Path
 ) -> None:
@@ -483,6 +489,7 @@ UNREAD = {
 }
 
 
+@SAME_FOR_BOTH
 def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(cases: dict[str, tuple[str, str, str]]) -> None:
         for name, (column, sql, complaint) in cases.items():
@@ -499,7 +506,7 @@ def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any, monk
     refused({**TYPES, **UNREAD})
 
 
-@pytest.mark.parametrize("here", ["torch"], indirect=True)
+@SAME_FOR_BOTH
 @pytest.mark.parametrize("kind", READ)
 def test_transform_says_which_rows_are_wrong(model: Any, model_of_arrays: Any, spark: Any, kind: str) -> None:
     column, sql, complaint = READ[kind]
@@ -508,7 +515,7 @@ def test_transform_says_which_rows_are_wrong(model: Any, model_of_arrays: Any, s
     assert re.search(complaint, str(late.value), re.DOTALL), late.value
 
 
-@pytest.mark.parametrize("here", ["torch"], indirect=True)
+@SAME_FOR_BOTH
 def test_transform_of_unusual_rows_is_that_of_the_numbers(model: Any, spark: Any) -> None:
     plain = {row.a: row.output for row in model.transform(rows(spark)).collect()}
     odd = rows(spark).withColumn("m", F.expr("map('k', named_struct('f', array(interval '1' day)))"))
@@ -523,6 +530,7 @@ def test_transform_of_unusual_rows_is_that_of_the_numbers(model: Any, spark: Any
     assert model.transform(huge).select(F.length("text")).first()[0] == HUGE // 5
 
 
+@SAME_FOR_BOTH
 def test_rows_without_values_are_left_out_or_kept_without_a_prediction(model: Any, spark: Any) -> None:
     hostile = rows(spark).withColumn("a", F.expr("case a when 3 then null when 5 then float('inf') else a end"))
     skipped = model.copy({model.handle_invalid: "skip"}).transform(hostile).collect()

@@ -12,7 +12,7 @@ from tests.integration.spark.keras_training import train
 from tests.integration.spark.test_standalone import gone, host_of
 
 pytest.importorskip("tensorflow")
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def test_a_job_that_can_do_with_the_slots_there_are_starts_with_them(jobs, capsy
     assert "spark_elastic: status page: http://127.0.0.1:" in said
 
 
+@pytest.mark.soak
 def test_a_training_outlives_every_one_of_its_processes(jobs):
     job, diary = jobs.train(3)
     world = diary.wait_for_world(3)
