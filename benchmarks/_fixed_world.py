@@ -11,8 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from spark_elastic.collective.process import process
 from spark_elastic.membership.topology import Member, Place, StateVersion, World

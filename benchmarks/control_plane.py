@@ -5,8 +5,8 @@
     python scripts/control_plane_picture.py                # docs/images/control_plane.png, from the JSON
 
 The driver, its rendezvous server and the membership machine are the real ones, in a process for each size. The agents
-and workers are simulated in further processes (_simulated_peers.py): they authenticate, send heartbeats, try
-connections, get ready with an endpoint and receive worlds, on real connections. All agents connect at once. A loss
+and workers are simulated in further processes (`tests/storms/simulated_peers.py`): they authenticate, send heartbeats,
+try connections, get ready with an endpoint and receive worlds, on real connections. All agents connect at once. A loss
 closes a worker's and its agent's connections; it is over when the last survivor holds the next world, with the
 endpoints of all its members. The driver's CPU time of a loss is that of its process from the kill until then.
 
@@ -165,7 +165,7 @@ class Fleets:
 
 @contextlib.contextmanager
 def fleets(count: int, key: bytes, address: tuple[str, int]) -> Iterator[Fleets]:
-    command = [sys.executable, str(Path(__file__).with_name("_simulated_peers.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "tests" / "storms" / "simulated_peers.py")]
     made = Fleets(
         [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     )

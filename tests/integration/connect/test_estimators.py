@@ -134,6 +134,7 @@ def test_rows_that_cannot_be_stored_are_named(session, points):
         estimator(data_options={"allow_nan": False}).fit(failing)
 
 
+@pytest.mark.soak
 def test_keras_estimator_fits_and_predicts(points):
     keras = pytest.importorskip("keras")
     pytest.importorskip("tensorflow")

@@ -64,6 +64,7 @@ def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare, tmp_pa
         before.assert_no_threads_left()
 
 
+@pytest.mark.soak
 def test_missing_arrow_is_named(connect_mode, bare, tmp_path):
     (tmp_path / "pyspark").symlink_to(SPARK_HOME)
     with ConnectServer("local[1]", python=bare, paths=[tmp_path]) as server:

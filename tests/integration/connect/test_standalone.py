@@ -44,6 +44,7 @@ def start(session, folder, **settings):
     return job, Diary(folder)
 
 
+@pytest.mark.soak
 def test_training_goes_on_without_a_killed_executor_and_uses_its_replacement(server, session, tmp_path):
     before = Before()
     wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")

@@ -38,7 +38,10 @@ with {{cluster}} as cluster:
 """
 
 
-@pytest.mark.parametrize(("kind", "made"), [("local", "local(2)"), ("local_cluster", "local_cluster(2, 1)")])
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [("local", "local(2)"), pytest.param("local_cluster", "local_cluster(2, 1)", marks=pytest.mark.soak)],
+)
 def test_templates_end_with_the_driver_program(kind, made):
     words = [sys.executable, "-c", PROGRAM.format(kind=kind, cluster=made)]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:

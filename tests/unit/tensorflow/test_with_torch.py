@@ -36,7 +36,9 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [("torch", "tensorflow"), ("tensorflow", "torch")])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param("torch", "tensorflow", marks=pytest.mark.soak), ("tensorflow", "torch")]
+)
 def test_both_work_in_one_process_whichever_is_imported_first(first, second):
     env = worker_environment(_order(), {}, [], cores=1, accelerators=())
     threads = {name: env[name] for name in env if "THREADS" in name}

@@ -322,6 +322,17 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
     return outcome(training)
 
 
+def in_worker_variants(folders: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Train the variants, each on the set in its folder, one after the other in one world."""
+    from tests.unit.world_link import tell
+
+    results = {}
+    for name, data in folders.items():
+        results[name] = in_worker(data, folder / name, {}, name)
+        tell("trained", name)  # a test waits only as long as something happens
+    return results
+
+
 def variant_of(name: str) -> dict[str, Any]:
     return {key: value for key, value in {**VARIANTS, **WORLDLY}[name].items() if key != "weighted"}
 
