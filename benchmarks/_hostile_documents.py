@@ -11,7 +11,6 @@ import copy
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 import zlib
@@ -21,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from _hostile_judge import Findings, usage
 
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME
+from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME, TensorField
 from spark_elastic.data.store import Store
 from spark_elastic.errors import SparkElasticError
 from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, Contents
+from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.torch.model import ElasticTorchModel
 
-SAVED_MODEL = Path(__file__).resolve().parents[1] / "tests/data/saved_0_1/models/torch"
 _JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
     *(
@@ -179,10 +180,14 @@ def _checkpoint(folder: Path) -> Target:
 
 
 def _model(folder: Path) -> Target:
-    shutil.copytree(SAVED_MODEL, folder / "model")
-    (file,) = (folder / "model/metadata").glob("part-*")
     # a session that cannot read files for this process, as on Spark Connect: no JVM is needed
-    session = type("Session", (), {"__module__": "pyspark.sql.connect.session"})()
+    session = type("Session", (), {"__module__": "pyspark.sql.connect.session", "version": "4.0.0"})()
+    model = ElasticTorchModel()
+    model._attach(
+        torch.nn.Linear(4, 1), Fitted((TensorField("x", ("a", "b"), "<f4", (4,)),), (OutputShape("float32", (1,)),))
+    )
+    model.write().session(session).save(str(folder / "model"))
+    (file,) = (folder / "model/metadata").glob("part-*")
     return Target(file, lambda: ElasticTorchModel.read().session(session).load(str(folder / "model")), sealed=False)
 
 
