@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "spark_elastic"
 
 FLOORS: tuple[str, ...] = (
-    "moved",
     "redaction",
     "errors",
     "clock",
