@@ -99,10 +99,8 @@ class CallbackEvent(IntEnum):
     EPOCH_BEGIN = 1
     BATCH_BEGIN = 2
     VALIDATION_BEGIN = 3
-    TEST_BATCH_BEGIN = 4
-    TEST_BATCH_END = 5
-    EPOCH_END = 6
-    FIT_END = 7
+    EPOCH_END = 4
+    FIT_END = 5
 
 
 class Engine(ABC):
