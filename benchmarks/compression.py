@@ -32,7 +32,7 @@ from _fixed_world import join_fixed_world, run_in_fixed_world
 import spark_elastic.torch as hvd
 from benchmarks._harness import Series, parser, report
 
-COMPRESSIONS = ("none", "fp16", "bf16", "bf16_error_feedback")
+COMPRESSIONS = ("none", "fp16", "bf16")
 MEMBERS = 4
 EPOCHS = 30
 BATCH = 64

@@ -23,7 +23,7 @@ from spark_elastic.settings import ScalingSettings, declarations
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
-Compression: TypeAlias = Literal["none", "fp16", "bf16", "bf16_error_feedback"]
+Compression: TypeAlias = Literal["none", "fp16", "bf16"]
 Consistency: TypeAlias = Literal["trajectory", "exact"]
 BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
@@ -218,8 +218,7 @@ class GradientParams(ElasticParams):
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
-        "'fp16' or 'bf16': send gradients in half precision; 'bf16_error_feedback': as 'bf16', and what rounding takes "
-        "off a worker's gradients is sent with its next step; 'none': as they are.",
+        "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )
