@@ -118,8 +118,8 @@ def turns(dataset: Dataset, folder: str, batch: int, repeat: int) -> dict[str, l
     import torch.distributed as dist
 
     import spark_elastic.torch as hvd
-    from spark_elastic.ml.torch.engine import train
     from spark_elastic.ml.torch.spec import TorchTraining
+    from spark_elastic.ml.torch.training import train
 
     hvd.init()
     torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))

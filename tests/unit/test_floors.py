@@ -24,6 +24,7 @@ FLOORS: tuple[str, ...] = (
     "data",
     "collective",
     "elastic",
+    "exact",
     "torch",
     "tensorflow",
     "keras",

@@ -11,7 +11,8 @@ from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError, UsageError
+from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
@@ -33,10 +34,10 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.torch import lightning, objective, serialization, transformers
 from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
+from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 from spark_elastic.settings import meant_device
@@ -108,6 +109,12 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         to.whole(at_least=1),
     )
     getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
+    generators: Param[Sequence[Any] | None] = setting(
+        "with consistency='exact': list of the random generators that the model, its loss, metrics or "
+        "transformation_fn have in attributes and draw from, besides the global ones of torch, numpy and random.",
+        to.anything,
+    )
+    getGenerators, setGenerators = accessors(generators)
 
     @keyword_only
     def __init__(
@@ -135,6 +142,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         seed: int = 0,
         consistency: Consistency = "trajectory",
         virtual_workers: int | None = None,
+        generators: Sequence[Any] | None = None,
         validation: float | str | None = None,
         metrics: Mapping[str, Any] | None = None,
         callbacks: Callback | DriverCallback | Sequence[Callback | DriverCallback] | None = None,
@@ -231,11 +239,11 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 raise InvalidSettingsError(f"{name}={given!r} is no device of torch; did you mean {meant!r}?")
         if self._given("consistency") == "exact":
             self._check_exact()
-        elif self._given("virtual_workers") is not None:
-            raise InvalidSettingsError(
-                f"virtual_workers={self._given('virtual_workers')} without consistency='exact', which uses them; set "
-                "both"
-            )
+        for name in ("virtual_workers", "generators"):
+            if self._is_given(name) and self._given("consistency") != "exact":
+                raise InvalidSettingsError(
+                    f"{name}={self._given(name)} without consistency='exact', which uses them; set both"
+                )
         if (step := self._model_step()) is not None:
             for name in step.decides:
                 if self._is_given(name):
@@ -266,6 +274,12 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 "sync_batch_norm=True with consistency='exact', where batch normalisation takes the statistics of each "
                 "virtual worker's rows; leave it out"
             )
+        if not isinstance(generators := self._given("generators") or [], (list, tuple)):
+            raise InvalidSettingsError(f"generators must be a list of random generators, not {generators!r}")
+        try:
+            check_generators(generators)
+        except UsageError as error:
+            raise InvalidSettingsError(str(error)) from None
         step = self._model_step()
         if step is not None and not step.exact:
             raise InvalidSettingsError(
@@ -379,6 +393,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             **self._common_settings(dataset, run, resume_from),
             "metrics": self._given("metrics") or {},
             "virtual_workers": self._virtual_workers(),
+            "generators": self._given("generators") or (),
             "scheduler_monitor": self._given("scheduler_monitor"),
             "callbacks": self._worker_callbacks(),
             **{name: self._given(name) for name in same},

@@ -48,7 +48,8 @@ def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> Non
     from spark_elastic import ElasticTorchEstimator
 
     names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
-    assert torchs - names == {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn", "virtual_workers"}
+    of_torch = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    assert torchs - names == {*of_torch, "virtual_workers", "generators"}
     assert names - torchs == {"weighted_metrics", "custom_objects"}
 
 
