@@ -23,6 +23,7 @@ FLOORS: tuple[str, ...] = (
     "data",
     "collective",
     "elastic",
+    "exact",
     "torch",
     "tensorflow",
     "keras",

@@ -29,8 +29,8 @@ from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.torch.training import train
 from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom

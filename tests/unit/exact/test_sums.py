@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.shard_sums import PartialSums, ShardReduction, partials_of, rows_of, shards_of, tree_sum
 from spark_elastic.errors import MismatchError
-from tests.unit.torch.exact_loops import digest
+from spark_elastic.exact.sums import PartialSums, ShardReduction, partials_of, rows_of, shards_of, tree_sum
+from tests.unit.exact.loops import digest
 from tests.unit.worlds import WorldDriver
 
 counts = st.integers(1, 40)

@@ -1,50 +1,19 @@
-"""The framework-independent part of virtual workers: one shard of a batch, and what the bits of a result depend on."""
+"""What the bits of a result depend on besides the program and its data, compared between workers and with a resume."""
 
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+import torch
 
 from spark_elastic.collective.objects import allgather_object
-from spark_elastic.errors import UsageError
 
 Environment = dict[str, str]
-
-
-class VirtualShard:
-    """The part of a batch that one virtual worker computes.
-
-    Attributes:
-        index: The number of the virtual worker.
-        start: The position of its first row in the batch.
-        stop: The position behind its last row.
-        numbers: The shard's summands, a row of a float64 matrix.
-    """
-
-    def __init__(self, index: int, start: int, stop: int, names: Mapping[str, int], numbers: Any) -> None:
-        self.index, self.start, self.stop = index, start, stop
-        self.numbers = numbers
-        self._names = names
-
-    @property
-    def rows(self) -> slice:
-        """The slice of the batch that has this shard's rows."""
-        return slice(self.start, self.stop)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def add(self, name: str, value: Any) -> None:
-        """Add a number, or a tensor with one, to the sum of that name over all shards of the virtual workers."""
-        if name not in self._names:
-            raise UsageError(
-                f"{name!r} is not one of the sums of these virtual workers ({', '.join(self._names) or 'none'}); name "
-                "it in virtual_workers(..., sums=[...]), which is the same on all workers"
-            )
-        self.numbers[self._names[name]] += float(value.detach() if hasattr(value, "detach") else value)
 
 
 class EnvironmentCheck:
@@ -85,14 +54,23 @@ class EnvironmentCheck:
         return new
 
 
-def check_same_training(state: Mapping[str, Any], count: int, seed: int) -> None:
-    """Raise UsageError if the training that is continued had other virtual workers, or another seed."""
-    for name, now in (("count", count), ("seed", seed)):
-        if state[name] != now:
-            raise UsageError(
-                f"the training was begun with {name}={state[name]} of its virtual workers, and {name} is {now} "
-                "now, which gives another result; use the same"
-            )
+_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
+
+
+def environment(threads: int) -> Environment:
+    """Return what the bits of a computation depend on besides the program and its data."""
+    return {
+        "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts
+        "numpy": np.__version__,
+        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
+        "threads": str(threads),
+        "MKL": str(torch.backends.mkl.is_available()),
+        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "subnormal numbers": "kept" if float(torch.tensor(1e-310, dtype=torch.float64) + 0.0) else "flushed to zero",
+        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
 
 
 def processor() -> str:

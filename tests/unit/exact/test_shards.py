@@ -17,9 +17,9 @@ from torch import nn
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import Position, process
 from spark_elastic.errors import OutsideLoopError, UsageError
+from tests.unit.exact.bugs import BUGS, train_with
+from tests.unit.exact.loops import optimizers, train
 from tests.unit.ml.in_worlds import kill_and_add
-from tests.unit.torch.exact_bugs import BUGS, train_with
-from tests.unit.torch.exact_loops import optimizers, train
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
 
@@ -145,13 +145,6 @@ def test_a_worker_that_joins_or_resumes_draws_the_numbers_of_the_others():
     saved.seek(0)
     workers.load_state_dict(torch.load(saved, weights_only=True))
     assert (drawn(), drawn()) == expected
-
-
-def test_states_of_earlier_versions_without_random_numbers_are_loaded():
-    _, workers = small_loop()
-    state = workers.state_dict()
-    del state["random"]
-    workers.load_state_dict(state)
 
 
 def small_loop() -> tuple[nn.Module, Any]:
@@ -306,6 +299,8 @@ def test_optimizers_and_layers_that_depend_on_the_world_are_refused():
         hvd.elastic.virtual_workers(2, norm, torch.optim.SGD(norm.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="at least 1"):
         hvd.elastic.virtual_workers(0, model, optimizer)
+    with pytest.raises(UsageError, match=r"for PyTorch alone.* not Linear and object"):
+        hvd.elastic.virtual_workers(2, model, object())
 
 
 def test_shards_before_the_elastic_loop_of_a_running_job_are_refused():

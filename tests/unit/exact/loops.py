@@ -121,7 +121,9 @@ def train(
     model = build()
     steps = optimizers()[optimizer]([param for name, param in model.named_parameters() if not name.startswith("side")])
     schedule = torch.optim.lr_scheduler.ExponentialLR(steps, 0.9)
-    workers = hvd.elastic.virtual_workers(virtual, model, steps, seed=11, sums=["loss", "right"])
+    generators = [model.generator, *model.jitter.generators.values(), CHANCE]
+    sums = ["loss", "right"]
+    workers = hvd.elastic.virtual_workers(virtual, model, steps, seed=11, sums=sums, generators=generators)
     x, word, label = rows()
     if saved is not None:
         model.load_state_dict(saved["model"])

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic.errors import SparkElasticError
-from tests.unit.torch import exact_loops
+from tests.unit.exact import loops
 
-_SUMS = "spark_elastic.collective.shard_sums"
-_BUFFERS = "spark_elastic.torch.elastic.shard_buffers"
-_WORKERS = "spark_elastic.torch.elastic.virtual_shards"
-_MODULES = (_SUMS, _BUFFERS, _WORKERS)
+_SUMS = "spark_elastic.exact.sums"
+_BUFFERS = "spark_elastic.exact.buffers"
+_WORKERS = "spark_elastic.exact.shards"
+_RANDOM = "spark_elastic.exact.random_state"
+_MODULES = (_SUMS, _BUFFERS, _RANDOM, _WORKERS)
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,22 @@ BUGS = (
     ),
     Bug(
         "numpy's random numbers go on from shard to shard",
-        _WORKERS,
-        "        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))\n",
-        "",
+        _RANDOM,
+        "            kind.seed(generator, own)\n",
+        "            generator is np.random.mtrand._rand or kind.seed(generator, own)\n",
     ),
-    Bug("generators of the model go on from shard to shard", _WORKERS, "        self._own.seed(seed)\n", ""),
-    Bug("Python's random numbers go on from shard to shard", _WORKERS, "        random.seed(seed)\n", ""),
+    Bug(
+        "generators of the model go on from shard to shard",
+        _RANDOM,
+        "            kind.seed(generator, own)\n",
+        "            generator in [each for each, _ in self._generators[3:]] or kind.seed(generator, own)\n",
+    ),
+    Bug(
+        "Python's random numbers go on from shard to shard",
+        _RANDOM,
+        "            kind.seed(generator, own)\n",
+        "            generator is random._inst or kind.seed(generator, own)\n",
+    ),
     Bug(
         "random numbers after the step are those of the last shard",
         _WORKERS,
@@ -96,7 +107,7 @@ def train_with(bug: Bug | None, virtual: int) -> tuple[str, dict[str, Any]]:
     if bug is not None:
         _break(bug)
     try:
-        return exact_loops.train(virtual)
+        return loops.train(virtual)
     except SparkElasticError as error:
         return str(error), {}
 

@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from spark_elastic.collective.shard_sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
-from spark_elastic.elastic.own_generators import OwnGenerators
-from spark_elastic.elastic.virtual_shards import (
-    Environment,
-    EnvironmentCheck,
-    VirtualShard,
-    check_same_training,
-    processor,
-)
 from spark_elastic.errors import UsageError
-from spark_elastic.torch.elastic.random_state import (
-    encoded_random_state,
-    put_back_random_state,
-    save_random_state,
-    set_random_state,
-)
-from spark_elastic.torch.elastic.shard_buffers import ShardBuffers
-from spark_elastic.torch.optimizer import DistributedOptimizerMixin
-from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+from spark_elastic.exact import random_state
+from spark_elastic.exact.buffers import ShardBuffers
+from spark_elastic.exact.environment import EnvironmentCheck, environment
+from spark_elastic.exact.random_state import RandomStates
+from spark_elastic.exact.sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
 
 log = logging.getLogger("spark_elastic.torch")
 
 _all: weakref.WeakSet[VirtualWorkers] = weakref.WeakSet()
 """The virtual workers of this process: a loop may have several, such as one for each of two models."""
+
+
+class VirtualShard:
+    """The part of a batch that one virtual worker computes.
+
+    Attributes:
+        index: The number of the virtual worker.
+        start: The position of its first row in the batch.
+        stop: The position behind its last row.
+        numbers: The shard's summands, a row of a float64 matrix.
+    """
+
+    def __init__(self, index: int, start: int, stop: int, names: Mapping[str, int], numbers: Any) -> None:
+        self.index, self.start, self.stop = index, start, stop
+        self.numbers = numbers
+        self._names = names
+
+    @property
+    def rows(self) -> slice:
+        """The slice of the batch that has this shard's rows."""
+        return slice(self.start, self.stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a number, or a tensor with one, to the sum of that name over all shards of the virtual workers."""
+        if name not in self._names:
+            raise UsageError(
+                f"{name!r} is not one of the sums of these virtual workers ({', '.join(self._names) or 'none'}); name "
+                "it in virtual_workers(..., sums=[...]), which is the same on all workers"
+            )
+        self.numbers[self._names[name]] += float(value.detach() if hasattr(value, "detach") else value)
 
 
 class VirtualWorkers:
@@ -57,7 +73,7 @@ class VirtualWorkers:
         seed: int = 0,
         threads: int = 1,
         sums: Iterable[str] = (),
-        drawing: Mapping[str, Any] | None = None,
+        generators: Iterable[Any] = (),
     ) -> None:
         if count < 1 or threads < 1:
             raise UsageError(f"virtual workers and threads must be at least 1, not {count} and {threads}")
@@ -70,12 +86,9 @@ class VirtualWorkers:
         self._check = EnvironmentCheck(environment(threads), log)
         self.environment = self._check.environment
         """What the bits of the result depend on besides the program and its data."""
-        self._drawing = {"model": model, **(drawing or {})}
-        self._own = OwnGenerators(self._drawing, (torch.nn.Module,))
-        about = f"seed {seed}, {threads} threads, sums {list(self._names)}, generators {self._own.places}"
+        self._random = RandomStates(generators)
+        about = f"seed {seed}, {threads} threads, sums {list(self._names)}, {len(self._random)} generators"
         self._reduction = ShardReduction(count, about, self._check.compare_members)
-        self._has_computed = False
-        """A batch was computed: all generators of the model have been made."""
         self._buffers = ShardBuffers(model, self._reduction.gather)
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
@@ -95,8 +108,8 @@ class VirtualWorkers:
         iteration, which waits for the other workers, `param.grad` is the gradient of the whole batch and `sums` has the
         sums. With `torch.no_grad()`, only the sums are computed, and buffers keep their values.
 
-        While a shard is computed, random numbers of torch, numpy, `random` and the model's own generators are those of
-        (seed, step, shard); after the last one, those of (seed, step). If the step fails, they are as before it.
+        While a shard is computed, random numbers of torch, numpy, `random` and the named generators are those of (seed,
+        step, shard); after the last one, those of (seed, step). If the step fails, they are as before it.
 
         Args:
             rows: The rows of the batch; shards are empty, and left out, if there are fewer than virtual workers.
@@ -104,8 +117,7 @@ class VirtualWorkers:
 
         Raises:
             HorovodInternalError: A peer is gone. Nothing was changed.
-            UsageError: A gradient is sparse, shards have changed a buffer in ways that cannot be combined, or the first
-                shards have made a random generator in the model.
+            UsageError: A gradient is sparse, or shards have changed a buffer in ways that cannot be combined.
         """
         bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
         numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
@@ -155,9 +167,6 @@ class VirtualWorkers:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
             if others is not None:
                 others.check()
-            if not self._has_computed:
-                self._own.check_none_was_made(self._drawing)
-                self._has_computed = True
             vote = self._exchange(params, sums, given, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
@@ -169,8 +178,7 @@ class VirtualWorkers:
             self._drop_gradients()
             if has_buffers:
                 self._buffers.put_back()
-            put_back_random_state()
-            self._own.put_back()
+            random_state.put_back()
             raise
         self._drop_gradients(keep=params)
         self._reduced = trains
@@ -179,23 +187,12 @@ class VirtualWorkers:
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
-        """Seed the generators of torch, numpy, `random` and the model for one shard of the step with this key."""
-        seed = derived_key(self.seed, *key, index)
-        self.seed_generators(seed)
-        self._own.seed(seed)
-
-    @staticmethod
-    def seed_generators(seed: int) -> None:
-        """Seed the generators of torch, numpy and `random`."""
-        torch.default_generator.manual_seed(seed >> 1)
-        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
-        random.seed(seed)
+        """Seed all generators for one shard of the step with this key."""
+        self._random.seed(derived_key(self.seed, *key, index))
 
     def _save_random_state(self, key: tuple[int, ...]) -> None:
         """Save the states after the last shard of a step, which has just been made the present ones."""
-        seed = derived_key(self.seed, *key, self.count)
-        save_random_state(partial(self.seed_generators, seed))
-        self._own.save_seeded(seed)
+        self._random.save_seeded(derived_key(self.seed, *key, self.count))
 
     @contextmanager
     def buffers_kept(self) -> Iterator[Callable[[], None]]:
@@ -276,21 +273,27 @@ class VirtualWorkers:
             "count": self.count,
             "seed": self.seed,
             "environment": dict(self.environment),
-            "random": encoded_random_state(),
-            "generators": self._own.encoded(),
+            "random": self._random.encoded(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set random states, compare with the training that is continued, and warn if bits may differ from now on.
 
         Raises:
-            UsageError: The number of virtual workers or the seed differs: the result would be another.
+            UsageError: The number of virtual workers or of generators, or the seed, differs, so the result would, too.
         """
-        check_same_training(state, self.count, self.seed)
+        for name, then, now in (
+            ("count", state["count"], self.count),
+            ("seed", state["seed"], self.seed),
+            ("number of generators", len(state["random"]), len(self._random)),
+        ):
+            if then != now:
+                raise UsageError(
+                    f"the training was begun with {name}={then} of its virtual workers, and {name} is {now} now, which "
+                    "gives another result; use the same"
+                )
         self.compare_environment(state["environment"])
-        if "random" in state:
-            set_random_state(state["random"])
-            self._own.load(state.get("generators", {}))
+        self._random.load(state["random"])
 
     def compare_environment(self, then: Mapping[str, str]) -> None:
         """Warn of what differs between the environment in which the training was begun and the present one."""
@@ -325,22 +328,26 @@ def virtual_workers(
             have nothing to compute.
         model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
         optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
-        seed: The seed of the shards' random numbers. The generators of torch, numpy, `random` and the model are seeded
-            at once.
+        seed: The seed of the shards' random numbers. All generators are seeded at once.
         threads: The number of torch's threads in this process from now on. Bits may depend on it.
         sums: The names of numbers that shards `add`.
-        generators: More generators of torch, numpy or `random` that shards draw from, or objects that have some, such
-            as a loss. Those of the model are found in its modules' attributes and in what its methods refer to.
+        generators: The random generators that shards draw from besides the global ones of torch, numpy and `random`,
+            such as one in an attribute of the model: each a `torch.Generator`, `numpy.random.Generator`,
+            `numpy.random.RandomState` or `random.Random`.
 
     Raises:
         UsageError: The model or the optimizer cannot be used so.
     """
-    drawing = {f"generators[{number}]": each for number, each in enumerate(generators)}
-    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, drawing=drawing)
+    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, generators=generators)
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, DistributedOptimizerMixin):
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "virtual workers are for PyTorch alone: give a torch.nn.Module and a torch optimizer, not "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
+    if hasattr(optimizer, "skip_synchronize"):
         raise UsageError(
             "virtual workers need the optimizer itself, not a DistributedOptimizer, whose sums depend on the number of "
             "workers"
@@ -354,7 +361,7 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 "sums are not guaranteed"
             )
     for name, module in model.named_modules():
-        if isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+        if any(kind.__name__ == "SyncBatchNorm" for kind in type(module).__mro__):
             raise UsageError(
                 f"{name} is a SyncBatchNorm, whose statistics are those of the real workers' rows; use BatchNorm: "
                 "virtual workers take the statistics of each shard"
@@ -432,24 +439,3 @@ def align(model: torch.nn.Module) -> None:
 def align_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy of it if it does not begin at a multiple of 64 bytes."""
     return tensor.clone() if tensor.numel() and tensor.data_ptr() % ALIGNMENT_BYTES else tensor
-
-
-# --- the environment ----------------------------------------------------------------------------------
-
-_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
-
-
-def environment(threads: int) -> Environment:
-    """Return what the bits of a computation depend on besides the program and its data."""
-    return {
-        "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts
-        "numpy": np.__version__,
-        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
-        "processor": processor(),
-        "threads": str(threads),
-        "MKL": str(torch.backends.mkl.is_available()),
-        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "subnormal numbers": "kept" if float(torch.tensor(1e-310, dtype=torch.float64) + 0.0) else "flushed to zero",
-        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    }
