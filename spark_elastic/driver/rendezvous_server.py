@@ -21,7 +21,6 @@ from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
-from spark_elastic.wire.world_changes import difference
 
 MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
@@ -203,10 +202,6 @@ class RendezvousServer:
         self._agent_of: dict[MessageStream, AgentId] = {}
         self._worker_of: dict[MessageStream, WorkerId] = {}
         self._next_agent: AgentId = 1
-        self._published: wire.WorldAssigned | None = None
-        """The newest world."""
-        self._informed: set[WorkerId] = set()
-        """The workers to which it was sent on the connections that they have now."""
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
@@ -261,29 +256,19 @@ class RendezvousServer:
                 self._workers[worker].send_encoded(body)
 
     def publish(self, assigned: wire.WorldAssigned, memory: Mapping[str, bytes]) -> None:
-        """Send a world to its members, and start its key-value space.
-
-        Members that hold the world before get the difference, others the whole world; each is encoded once.
+        """Send a world to its members, encoded once for all of them, and start its key-value space.
 
         Args:
             assigned: The world.
             memory: The payload of `HostMemory` for the members on each host; empty if there is none to send.
         """
         self._key_values.begin(assigned.world.round)
-        before, self._published = self._published, assigned
-        change = None if before is None else difference(before, assigned)
-        hold_before, self._informed = self._informed, set()
         of_host = {host: encode(wire.HostMemory(payload)) for host, payload in memory.items()}
-        bodies: dict[bool, bytes] = {}
+        body = encode(assigned)
         for member in assigned.world.members:
-            if member.worker not in self._workers:
-                continue
-            whole = change is None or member.worker not in hold_before
-            if whole not in bodies:
-                bodies[whole] = encode(assigned if whole or change is None else change)
-            host = member.place.host
-            self._workers[member.worker].send_encoded(*((of_host[host],) if host in of_host else ()), bodies[whole])
-            self._informed.add(member.worker)
+            if member.worker in self._workers:
+                host = member.place.host
+                self._workers[member.worker].send_encoded(*((of_host[host],) if host in of_host else ()), body)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
@@ -295,7 +280,6 @@ class RendezvousServer:
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
-            self._informed.discard(worker)
             stream.send(wire.Goodbye(why))
             stream.close()
 
@@ -379,5 +363,4 @@ class RendezvousServer:
         elif stream in self._worker_of:
             worker = self._worker_of.pop(stream)
             del self._workers[worker]
-            self._informed.discard(worker)  # should it connect again, it would not know the world
             self._listener.worker_gone(worker, why)

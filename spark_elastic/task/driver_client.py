@@ -46,10 +46,8 @@ from spark_elastic.wire.messages import (
     WorkerHello,
     WorkerWelcome,
     WorldAssigned,
-    WorldChanged,
 )
 from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition
-from spark_elastic.wire.world_changes import changed
 
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
@@ -65,8 +63,6 @@ class ChannelLink:
         self._key = key
         self._channel = channel
         self._changed = threading.Condition()
-        self._assigned: WorldAssigned | None = None
-        """The newest world as the driver has sent it: changes are told as differences from it."""
         self._assignment: Assignment | None = None
         self._host_memory: tuple[bytes, ...] = ()
         """What `HostMemory` has brought for the next world."""
@@ -330,8 +326,6 @@ class ChannelLink:
                 self._host_memory = tuple(payload[start : start + size] for start in range(0, len(payload), size))
             case WorldAssigned():
                 self._enter(message)
-            case WorldChanged():
-                self._enter(changed(self._assigned, message))
             case Provisional(rank, size, loop):
                 self._provisional = ProvisionalPosition(rank, size, loop)
             case LoopResult(loop):
@@ -346,7 +340,6 @@ class ChannelLink:
                 self._gathered[round, name] = values
 
     def _enter(self, assigned: WorldAssigned) -> None:
-        self._assigned = assigned
         memory, self._host_memory = self._host_memory, ()
         world, addresses = assigned.world, assigned.addresses
         self._address = addresses[world.member(self.worker).rank]

@@ -380,44 +380,6 @@ class WorldAssigned(Message):
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """A member of a world that was not in the world before."""
-
-    worker: int
-    place: Place
-    endpoint: Endpoint
-
-
-@dataclass(frozen=True)
-class MovedMember:
-    """A member that listens elsewhere than in the world before, or says something else of itself."""
-
-    rank: int
-    endpoint: Endpoint
-
-
-@dataclass(frozen=True)
-class WorldChanged(Message):
-    """The next world as its difference from the one that the receiver got last; see `wire.world_changes`."""
-
-    before: int
-    """The round of the world that the receiver got last."""
-    round: int
-    root: int
-    version: StateVersion | None
-    sync: bool
-    order: tuple[int, ...]
-    """The members by rank, as pairs: the rank that the first of some members had, and their number. The rank -1 stands
-    for newcomers."""
-    newcomers: tuple[Newcomer, ...]
-    """The newcomers, by rank."""
-    moved: tuple[MovedMember, ...]
-    advances: tuple[int, ...]
-    """By how much `Endpoint.first` has grown, for the members that are neither newcomers nor moved, by rank, as pairs:
-    the growth, and for how many members it is the same."""
-
-
-@dataclass(frozen=True)
 class Provisional(Message):
     """Leave `init()` with this probable position; the worker joins the world from its elastic loop."""
 

@@ -30,7 +30,6 @@ from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.framing import Connection
-from spark_elastic.wire.world_changes import changed
 
 VERSION = StateVersion(1, 5, 0)
 PROBE_PORT = 7000
@@ -48,7 +47,6 @@ class Shared:
     received: int = 0
     sent: int = 0
     refused: int = 0
-    _newest: tuple[wire.WorldChanged, wire.WorldAssigned] | None = None
     _read: dict[bytes, wire.Message] = field(default_factory=dict)
     _written: dict[wire.Message, bytes] = field(default_factory=dict)
 
@@ -59,12 +57,6 @@ class Shared:
                 self._read.clear()
             self._read[body] = decode(body)
         return self._read[body]
-
-    def changed(self, before: wire.WorldAssigned | None, change: wire.WorldChanged) -> wire.WorldAssigned:
-        """Apply a change of a world, once for all peers that were told of it."""
-        if self._newest is None or self._newest[0] is not change:
-            self._newest = change, changed(before, change)
-        return self._newest[1]
 
     def encode(self, message: wire.Message) -> bytes:
         """Encode a message, once for all peers that send the same; those are heartbeats."""
@@ -154,7 +146,6 @@ class Agent:
     worker_id: int = 0
     round: int = 0
     dead: bool = False
-    _assigned: wire.WorldAssigned | None = None
     _timers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -208,8 +199,6 @@ class Agent:
                 self._ready(None, at_init=False)
             case wire.WorldAssigned():
                 self._enter(message)
-            case wire.WorldChanged():
-                self._enter(self.shared.changed(self._assigned, message))
             case wire.Cut(round) if round == self.round:
                 self._ready(VERSION, at_init=False)
             case wire.HostsUpdated():
@@ -224,7 +213,6 @@ class Agent:
         self.worker.send(wire.Ready(self.round, version, at_init, 1, endpoint, memory))
 
     def _enter(self, assigned: wire.WorldAssigned) -> None:
-        self._assigned = assigned
         world = assigned.world
         if len(assigned.endpoints) != world.size:
             raise RuntimeError(f"round {world.round} came without the endpoints of its members")
