@@ -7,10 +7,9 @@ on the driver's event loop; every method must be called there.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -146,10 +145,6 @@ class Listener(Protocol):
         """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
-    def address_of(self, worker: WorkerId) -> str:
-        """Return the address that an expected worker will probably bind to."""
-        ...
-
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
 
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
@@ -192,7 +187,7 @@ class RendezvousServer:
         # answered, and the next one was to come an interval later
         told_limit_s = silence_limit_s + self._pong_after_s + heartbeat_interval_s
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s, address="")
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
@@ -255,20 +250,10 @@ class RendezvousServer:
             if worker in self._workers:
                 self._workers[worker].send_encoded(body)
 
-    def publish(self, assigned: wire.WorldAssigned, memory: Mapping[str, bytes]) -> None:
-        """Send a world to its members, encoded once for all of them, and start its key-value space.
-
-        Args:
-            assigned: The world.
-            memory: The payload of `HostMemory` for the members on each host; empty if there is none to send.
-        """
+    def publish(self, assigned: wire.WorldAssigned) -> None:
+        """Send a world to its members, encoded once for all of them, and start its key-value space."""
         self._key_values.begin(assigned.world.round)
-        of_host = {host: encode(wire.HostMemory(payload)) for host, payload in memory.items()}
-        body = encode(assigned)
-        for member in assigned.world.members:
-            if member.worker in self._workers:
-                host = member.place.host
-                self._workers[member.worker].send_encoded(*((of_host[host],) if host in of_host else ()), body)
+        self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
@@ -326,8 +311,7 @@ class RendezvousServer:
                 return
             self._workers[message.worker] = stream
             self._worker_of[stream] = message.worker
-            address = self._listener.address_of(message.worker)
-            stream.send(dataclasses.replace(self._worker_welcome, address=address))
+            stream.send(self._worker_welcome)
             self._listener.worker_said(message.worker, message)
         else:
             stream.abort(f"{type(message).__name__} before a hello")

@@ -17,7 +17,6 @@ from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.wire.ports import split_port
 
 FUNCTION_PART_BYTES = 1 << 20
-SHARED_MEMORY_BYTES = 64
 
 
 class Message:
@@ -210,22 +209,6 @@ class WorkerHeartbeat(Message):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Where a worker listens for the other members of its next world, and what they have to know of it."""
-
-    address: str
-    port: int
-    first: int
-    """The number of the connection that the listener expects of rank 0; that of rank r is greater by r."""
-    kind: str
-    """The device that its tensors may be on: "cpu" or "gpu"."""
-    shares: str
-    """What it is set to do with memory that it could share: "auto", "shared" or "gloo"."""
-    note: str
-    """A text that has to be the same for all members."""
-
-
-@dataclass(frozen=True)
 class Ready(Message):
     """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
@@ -233,10 +216,6 @@ class Ready(Message):
     version: StateVersion | None
     at_init: bool
     loop: int
-    endpoint: Endpoint | None
-    """None: the members of its next world have to ask for its address."""
-    payload: bytes = b""
-    """For members on its host: how to find the memory that it shares, in `SHARED_MEMORY_BYTES`, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -346,15 +325,6 @@ class WorkerWelcome(Message):
     silence_limit_s: float
     stall_timeout_s: float
     """How long a member may wait in a collective before the driver acts."""
-    address: str
-    """The address that the worker will probably bind to in its first world."""
-
-
-@dataclass(frozen=True)
-class HostMemory(Message):
-    """Sent before a world with endpoints: its members' `Ready.payload`, of the receiver's host, by rank; or zeros."""
-
-    payload: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -364,8 +334,6 @@ class WorldAssigned(Message):
     world: World
     addresses: tuple[str, ...]
     """The address that each member binds to, by rank."""
-    endpoints: tuple[Endpoint, ...]
-    """Where each member listens already, by rank; empty if the members have to exchange their addresses first."""
 
     def __post_init__(self) -> None:
         size = self.world.size
@@ -375,8 +343,8 @@ class WorldAssigned(Message):
             raise ValueError("the members are not in rank order")
         if len(self.world.workers) != size:
             raise ValueError("a worker is a member twice")
-        if len(self.addresses) != size or len(self.endpoints) not in (0, size):
-            raise ValueError(f"{size} members with {len(self.addresses)} addresses and {len(self.endpoints)} endpoints")
+        if len(self.addresses) != size:
+            raise ValueError(f"{size} members with {len(self.addresses)} addresses")
 
 
 @dataclass(frozen=True)

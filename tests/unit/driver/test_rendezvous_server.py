@@ -39,9 +39,6 @@ class Recorder:
 
         return note
 
-    def address_of(self, worker):
-        return f"10.0.0.{worker}"
-
     def worker_expected(self, worker):
         return worker in self.expected
 
@@ -127,7 +124,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5, 1))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 7.0, 60.0, "10.0.0.5"))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 7.0, 60.0))
     _, second = served.client(wire.WorkerHello(5, 1))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -140,8 +137,7 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     served.listener.wait_for("worker_said", 1)
     served.listener.wait_for("worker_said", 2)
     world = World(1, (Member(1, PLACE, 0, 0, 2, 0, 1), Member(2, PLACE, 1, 1, 2, 0, 1)), 0, None, True)
-    assigned = wire.WorldAssigned(world, ("127.0.0.1", "127.0.0.1"), ())
-    served.call(served.server.publish, assigned, {})
+    served.call(served.server.publish, wire.WorldAssigned(world, ("127.0.0.1", "127.0.0.1")))
     two.send(wire.KvGet(1, 77, ("a", "b")))
     one.send(wire.KvSet(1, "a", b"x"))
     one.send(wire.KvSet(1, "b", b"yz"))
@@ -150,9 +146,7 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
 
 def a_world(round, workers, hosts=2):
     members = ranked((worker, Place(f"10.0.0.{worker % hosts}", "1", worker)) for worker in workers)
-    endpoints = tuple(wire.Endpoint(each.place.host, 4000 + each.worker, round, "cpu", "auto", "") for each in members)
-    world = World(round, members, 0, None, True)
-    return wire.WorldAssigned(world, tuple(each.address for each in endpoints), endpoints)
+    return wire.WorldAssigned(World(round, members, 0, None, True), tuple(each.place.host for each in members))
 
 
 def test_world_is_encoded_once_for_all_members(served, monkeypatch):
@@ -168,10 +162,8 @@ def test_world_is_encoded_once_for_all_members(served, monkeypatch):
     for worker in inboxes:
         served.listener.wait_for("worker_said", worker)
     first = a_world(1, range(1, 41))
-    memory = {"10.0.0.0": bytes(64), "10.0.0.1": bytes(range(64))}
-    served.call(served.server.publish, first, memory)
-    for worker, inbox in inboxes.items():
-        inbox.wait_for("message", wire.HostMemory(memory[f"10.0.0.{worker % 2}"]))
+    served.call(served.server.publish, first)
+    for inbox in inboxes.values():
         inbox.wait_for("message", first)
     assert encoded.count(wire.WorldAssigned) == 1
 
