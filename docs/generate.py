@@ -190,7 +190,6 @@ CAPTIONS = {
     "compression_time.json": "a step with 9.8 M parameters between 2 hosts over 1 Gbit/s, by compression",
     "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
-    "hosts.json": "a reduction between 2 to 8 hosts (loopback addresses, a worker each), beside Gloo's",
     "spark-slots.json": "the driver's side of 8 to 500 slots in Spark",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",

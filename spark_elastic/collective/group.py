@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from spark_elastic import clock
 from spark_elastic.collective.calls import as_bytes
 from spark_elastic.collective.combining import combinable
 from spark_elastic.collective.devices import GLOO
-from spark_elastic.collective.exchange import ExchangeWork
 from spark_elastic.collective.gloo import (
     CONNECT_TIMEOUT_S,
     Fill,
@@ -22,36 +20,23 @@ from spark_elastic.collective.gloo import (
     Introduction,
     LinkStore,
 )
-from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
-from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.late_connection import LateWork
 from spark_elastic.collective.shared_memory import HostPeers, Offer, OwnSegment, find_peers
 from spark_elastic.collective.shared_memory_reducer import (
-    SLICED_FROM_BYTES,
-    Root,
     SharedMemoryReducer,
     SharedWork,
     SpinWait,
     agree_on_host,
-    pass_on_agreement,
-    read_agreement,
-    serve_peers,
 )
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-_TURN_S = 1e-3
-_TURN = timedelta(seconds=_TURN_S)
-"""The time to wait for Gloo before this member looks again for others that wait for its slices."""
 _CHECK_S = 20e-3
 """The time to wait for a connection before this member looks again whether the others of its host are alive."""
-
-MOST_BYTES_BETWEEN_HOSTS = 1 << 20
-"""With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
-cores: up to 1 MB, shared memory takes 0.6 to 0.8 of Gloo's time; from 2 MB on, 1.1 to 1.3."""
 
 
 # --- host staging: collectives on tensors of a GPU through copies in this host's memory ------------------
@@ -96,10 +81,7 @@ class Group(GlooGroup):
         super().__init__(link, round, name, rank, addresses)
         self._hosts = list(hosts)
         self._shared: SharedMemoryReducer | None = None
-        self._between: GlooGroup | None = None
-        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), serve_peers, STALL_S)
-        self._most_bytes: int | None = None
-        """Larger tensors are reduced by Gloo; None: no limit."""
+        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), STALL_S)
 
     def connect(self, introduction: Introduction | None = None, offer: Offer | None = None) -> None:
         """Connect all members to one another; see `GlooGroup.connect`.
@@ -122,8 +104,8 @@ class Group(GlooGroup):
                     self._shared = self._share_memory(introduction, offer)
                 if self._shared is not None:
                     self.connect_late()
-                else:  # groups between hosts have used the connections of the introduction
-                    super().connect(None if shares and len(set(self._hosts)) > 1 else introduction)
+                else:
+                    super().connect(introduction)
         except BaseException:
             self.close()
             raise
@@ -132,19 +114,14 @@ class Group(GlooGroup):
                 offer.close()
 
     def _may_share_memory(self, settings: Sequence[str]) -> bool:
-        """Return True if members could share memory as far as all of them know; `settings` are theirs, if known."""
-        if len(set(self._hosts)) == self.size or (settings and set(settings) == {GLOO}):
-            return False
+        """Return True if all members could share memory, on one host; `settings` are theirs, if they are known."""
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return False
-        return True
+        return self.size > 1 and len(set(self._hosts)) == 1 and set(settings) != {GLOO}
 
     def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
-        """Find the members on this host and connect the hosts; return None, on all members alike, if that fails."""
-        hosts = list(dict.fromkeys(self._hosts))
-        members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
-        owners = min(map(len, members.values()))
+        """Find the other members' memory; return None, on all members alike, if that fails."""
         deadline = clock.monotonic() + CONNECT_TIMEOUT_S
 
         def check() -> None:
@@ -152,59 +129,18 @@ class Group(GlooGroup):
             if clock.monotonic() > deadline:
                 raise HorovodInternalError(f"the members of round {self.round} have not met within the time limit")
 
-        meeting = SpinWait(check, self.report_stall, serve_peers)
+        meeting = SpinWait(check, self.report_stall)
 
         def agree(peers: HostPeers | None, segment: OwnSegment | None) -> bool:
-            agreed = agree_on_host(peers, segment, self.round, meeting)
-            if len(hosts) == 1:
-                return agreed
-            local_rank = members[self._hosts[self.rank]].index(self.rank)
-            if local_rank >= owners:
-                return agreed and peers is not None and read_agreement(peers, self.round, meeting)
-            self._connect_between(local_rank, [members[host][local_rank] for host in hosts], introduction)
-            assert self._between is not None
-            token = torch.tensor([agreed], dtype=torch.uint8)
-            self._between.wait(self._between.allreduce(token, dist.ReduceOp.MIN))
-            if peers is not None:
-                pass_on_agreement(peers, self.round, bool(token))
-            return bool(token)
+            return agree_on_host(peers, segment, self.round, meeting)
 
-        settings: list[str] = []
-        announcements: Sequence[bytes] = ()
-        if introduction is not None:
-            settings = [endpoint.shares for endpoint in introduction.endpoints]
-            announcements = introduction.shared_memory
+        announcements = () if introduction is None else introduction.shared_memory
         offer = offer or Offer(self._link)
-        together = agree if introduction is not None else None
-        found = find_peers(self, self._link, self._hosts, offer, settings, announcements, together)
+        together = None if introduction is None else agree
+        found = find_peers(self, self._link, offer, announcements, together)
         if found is None:
-            between, self._between = self._between, None
-            if between is not None:
-                between.close()
             return None
-        try:
-            if introduction is None and len(hosts) > 1 and found.rank < owners:
-                self._connect_between(found.rank, [members[host][found.rank] for host in hosts], None)
-        except BaseException:
-            found.close()
-            raise
-        wait = SpinWait(self.check_alive, self.report_stall, serve_peers)
-        # slices need a second wait, which is worth it if all members can combine theirs at the same time
-        several = len(hosts) > 1
-        self._most_bytes = MOST_BYTES_BETWEEN_HOSTS if several and not found.demanded else None
-        sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(found.peers) + 1 <= found.cores else None
-        return SharedMemoryReducer(found, self.round, wait, owners, sliced_from, self._between)
-
-    def _connect_between(self, slice_number: int, ranks: Sequence[int], introduction: Introduction | None) -> None:
-        """Connect to the members on other hosts that own the same slice."""
-        addresses = [self._addresses[rank] for rank in ranks]
-        name = f"{self.name}/slice/{slice_number}"
-        between = GlooGroup(self._link, self.round, name, ranks.index(self.rank), addresses)
-        between.log = _SilentLog(self.log)  # type: ignore[assignment]
-        self._between = between
-        if self._why is not None:  # later cuts find it in `_between`
-            between.cut(self._why)
-        between.connect(introduction and introduction.among(ranks))
+        return SharedMemoryReducer(found, self.round, SpinWait(self.check_alive, self.report_stall))
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
@@ -213,7 +149,7 @@ class Group(GlooGroup):
                 fill(tensor, 0)
             return self._allreduce_on_gpu(tensor, op)
         shared = self._shared
-        if shared is None or not combinable(tensor, op) or self._is_too_large(tensor):
+        if shared is None or not combinable(tensor, op):
             return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
@@ -234,13 +170,7 @@ class Group(GlooGroup):
         self._settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return self._shared.launch_broadcast(as_bytes(tensor), self._root(root))
-
-    def _root(self, rank: int) -> Root:
-        host = self._hosts[rank]
-        number = list(dict.fromkeys(self._hosts)).index(host)
-        here = host == self._hosts[self.rank]
-        return Root(self._hosts[:rank].count(host) if here else None, number)
+        return self._shared.launch_broadcast(as_bytes(tensor), root)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
         if is_on_gpu(out, tensor):
@@ -251,9 +181,6 @@ class Group(GlooGroup):
         if is_on_gpu(out, tensor):
             return launch_staged(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
         return super().alltoall(out, tensor, received, sent)
-
-    def _is_too_large(self, tensor: torch.Tensor) -> bool:
-        return self._most_bytes is not None and tensor.numel() * tensor.element_size() > self._most_bytes
 
     def wait(self, work: Any) -> None:
         if isinstance(work, StagedWork):
@@ -270,12 +197,10 @@ class Group(GlooGroup):
             return
         if isinstance(work, LateWork):
             self._await_connection(work)
-        elif self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
-            self._take_turns(work)
-        super().wait(work)  # of an `ExchangeWork`, it calls this method for the exchange
+        super().wait(work)
 
     def _await_connection(self, work: LateWork) -> None:
-        """Wait until a collective is launched, and meanwhile do the work that other members may wait for.
+        """Wait until a collective is launched.
 
         Raises:
             HorovodInternalError: a member of this host is gone, whose death no connection tells of yet.
@@ -284,8 +209,7 @@ class Group(GlooGroup):
         assert self._late is not None
         stall_at, stalled = clock.monotonic() + STALL_S, False
         try:
-            while not work.has_begun(_TURN_S if self._shared.others_wait else _CHECK_S):
-                serve_peers()
+            while not work.has_begun(_CHECK_S):
                 self._late.check(work, self._shared.check_peers)
                 if not stalled and clock.monotonic() >= stall_at:
                     stalled = True
@@ -294,22 +218,8 @@ class Group(GlooGroup):
             if stalled:
                 self.report_stall(False)
 
-    def _take_turns(self, work: dist.Work) -> None:
-        """Wait up to `STALL_S` for Gloo, and meanwhile do the work that other members may wait for."""
-        until = clock.monotonic() + STALL_S
-        try:
-            while clock.monotonic() < until and not has_ended(work, _TURN):
-                serve_peers()
-        except RuntimeError:  # `wait` raises it again, translated
-            return
-
-    def _while_waiting(self) -> None:
-        serve_peers()
-
     def cut(self, why: str) -> None:
         super().cut(why)
-        if self._between is not None:
-            self._between.cut(why)
         if self._shared is not None:
             self._shared.interrupt()
         self._gpu.cut()
@@ -317,8 +227,6 @@ class Group(GlooGroup):
     def close(self) -> None:
         super().close()
         self._gpu.cut()
-        if self._between is not None:
-            self._between.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -327,13 +235,3 @@ class Group(GlooGroup):
         self._gpu.close_in_child()
         if self._shared is not None:
             self._shared.close_in_child()
-
-
-class _SilentLog:
-    """The log of collectives that are parts of others: ranks that have joined must only see the whole ones."""
-
-    def __init__(self, whole: CollectiveLog) -> None:
-        self.stalled = whole.stalled
-
-    def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
-        """Do nothing: the whole collective was already recorded."""

@@ -34,7 +34,7 @@ import select
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -134,16 +134,12 @@ _SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_BYTES
 # indexes of the counters, of 8 bytes each
 ARRIVED = 64 // 8
 """The count of chunks that can be read in this segment."""
-REDUCED = 128 // 8
-"""The count of chunks whose sum is in this member's slice."""
-CONSUMED = 192 // 8
+CONSUMED = 128 // 8
 """The count of chunks that this member has read from all segments."""
-LEFT = 256 // 8
+LEFT = 192 // 8
 """Not 0: this member has left the round and will send no more chunks."""
-MET = 320 // 8
-"""The member's answer on this host: whether it has found all others there; see `agree_on_host`."""
-AGREED = 384 // 8
-"""The answer of all hosts, which the members that are connected to other hosts pass on; see `agree_on_host`."""
+MET = 256 // 8
+"""The member's answer: whether it has found all others; see `agree_on_host`."""
 TABLE = _TABLE_AT // 8
 
 
@@ -197,7 +193,7 @@ class OwnSegment(Mapping):
 
     def begin(self, round: int) -> None:
         """Set the counters to the first count of the round."""
-        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
+        for counter in (ARRIVED, CONSUMED, MET):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
@@ -212,7 +208,7 @@ class OwnSegment(Mapping):
             return
         fence()
         self.counters[LEFT] = 1
-        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
+        for counter in (ARRIVED, CONSUMED, MET):
             futex_wake(self.counter_address(counter))
         self.close()
 
@@ -272,9 +268,9 @@ class Peer(Mapping):
             os.close(opened)
         if not hmac.compare_digest(self._map[: len(identity)], identity):
             self.unmap()
-            raise ValueError(f"process {pid} is not local rank {rank} here")
+            raise ValueError(f"process {pid} is not rank {rank} here")
         self.rank = rank
-        """Its rank among the members on this host."""
+        """Its rank in the group."""
         try:
             self._process = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -303,12 +299,8 @@ class HostPeers:
 
     own: OwnSegment
     rank: int
-    """This member's rank among those on its host."""
+    """This member's rank."""
     peers: list[Peer]
-    cores: int
-    """The smallest number of cores that any of them may use."""
-    demanded: bool
-    """All members of the group are set to use shared memory even where it may be slower."""
 
     def close(self) -> None:
         """Leave the round: members that wait for an answer of this one fail at once."""
@@ -322,12 +314,10 @@ class _Announcement(NamedTuple):
 
     pid: int
     descriptor: int
-    cores: int
-    reserved: int
     nonce: bytes
 
 
-_ANNOUNCEMENT = struct.Struct("<QQQQ32s")
+_ANNOUNCEMENT = struct.Struct("<QQ16x32s")
 assert _ANNOUNCEMENT.size == SHARED_MEMORY_BYTES
 _warned = False
 _LOSS_IS_KNOWN_S = 5.0
@@ -349,7 +339,7 @@ class Offer:
         self.segment: OwnSegment | None = None
         self.why = ""
         """The reason why there is no segment."""
-        self.announcement = _ANNOUNCEMENT.pack(0, 0, 0, 0, bytes(32))
+        self.announcement = _ANNOUNCEMENT.pack(0, 0, bytes(32))
         """What the members on this host have to know."""
         if self.setting == GLOO:
             self.why = f"{REDUCTION_SETTING}=gloo"
@@ -363,8 +353,7 @@ class Offer:
         if self.segment is not None:
             nonce = os.urandom(32)
             self.segment.identify(_identity(link.derive_key("shared memory"), nonce))
-            cores = len(os.sched_getaffinity(0))
-            self.announcement = _ANNOUNCEMENT.pack(os.getpid(), self.segment.descriptor, cores, 0, nonce)
+            self.announcement = _ANNOUNCEMENT.pack(os.getpid(), self.segment.descriptor, nonce)
 
     def close(self) -> None:
         """Free the segment, unless it was taken."""
@@ -376,23 +365,19 @@ class Offer:
 def find_peers(
     group: GlooGroup,
     link: WorkerLink,
-    hosts: Sequence[str],
     offer: Offer,
-    settings: Collection[str] = (),
     announcements: Sequence[bytes] = (),
     agree: Callable[[HostPeers | None, OwnSegment | None], bool] | None = None,
 ) -> HostPeers | None:
-    """Open the segments of the group's members on this host; return None if any member of the group cannot.
+    """Open the segments of the group's members, all on this host; return None if any of them cannot.
 
     All members of the group call this together, and all of them get peers or all get None.
 
     Args:
         group: the group; it is connected, unless `announcements` and `agree` are given.
         link: derives the key of the job.
-        hosts: the members' hosts, in the order of their ranks.
         offer: this member's segment, which is taken or freed.
-        settings: the members' settings for the way of reduction, if they are known.
-        announcements: those of the members on this host, by rank, if they are known.
+        announcements: the members' announcements, by rank, if they are known.
         agree: returns True, on all members alike, if all of them have found their peers. It gets the peers, if this
             member has found them, and this member's segment, if it has one. None: the members agree through Gloo.
 
@@ -400,26 +385,20 @@ def find_peers(
         HorovodInternalError: a peer is gone.
         UsageError: the setting demands shared memory, which is impossible here.
     """
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
     found: HostPeers | None = None
     why = offer.why
     try:
         if not announcements:
-            mine = offer.announcement + offer.setting.encode().ljust(_SETTING_BYTES)
-            everyone = group.exchange(mine, serve=True)
-            settings = [each[-_SETTING_BYTES:].decode().rstrip() for each in everyone]
-            announcements = [everyone[rank][:-_SETTING_BYTES] for rank in here]
+            announcements = group.exchange(offer.announcement, serve=True)
         if offer.segment is not None:
             others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announcements]
             offer.segment.begin(group.round)
             try:
-                peers = _open_peers(link.derive_key("shared memory"), here.index(group.rank), others)
+                peers = _open_peers(link.derive_key("shared memory"), group.rank, others)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
             else:
-                cores = min(each.cores for each in others)
-                demanded = set(settings) == {SHARED}
-                found = HostPeers(offer.segment, here.index(group.rank), peers, cores, demanded)
+                found = HostPeers(offer.segment, group.rank, peers)
                 offer.segment = None
         if agree is None:
             agreed = all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True))
@@ -444,9 +423,6 @@ def find_peers(
     return None
 
 
-_SETTING_BYTES = max(map(len, (AUTO, GLOO, SHARED)))
-
-
 def first_count(round: int) -> int:
     """Return the number that all counts of a round begin with, so that a count of another round is recognised."""
     return (round & 0xFFFFFF) << 40
@@ -457,18 +433,18 @@ def _identity(key: bytes, nonce: bytes) -> bytes:
 
 
 def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
-    """Open the segments of the other members on this host; see `Peer`.
+    """Open the segments of the other members; see `Peer`.
 
     Args:
         key: the job's key for shared memory.
-        rank: this member's rank among those on its host.
-        announced: what they have announced, by that rank.
+        rank: this member's rank.
+        announced: what they have announced, by rank.
     """
     peers: list[Peer] = []
     try:
         for number, other in enumerate(announced):
             if not other.pid:
-                raise ValueError(f"local rank {number} has none")
+                raise ValueError(f"rank {number} has none")
             if number != rank:
                 peers.append(Peer(number, other.pid, other.descriptor, _identity(key, other.nonce)))
     except BaseException:

@@ -21,13 +21,13 @@ from tests.integration.processes import wait_until
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
-ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
+ONE_HOST = ("127.0.0.1",)
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
 COUNTS = (0, 1, 4095, 70_001, shared_memory.LARGE_BYTES + 3)
 PLACES = pytest.mark.parametrize(
     ("count", "hosts"),
-    [(3, ONE_HOST), (4, TWO_HOSTS), (5, TWO_HOSTS)],
-    ids=["3", "2 and 2 on two hosts", "3 and 2 on two hosts"],
+    [(3, ONE_HOST), (5, ONE_HOST)],
+    ids=["3", "5"],
 )
 
 pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
@@ -165,14 +165,13 @@ def is_lost(how: str):
         return was_connected, time.perf_counter() - start
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_member_lost_before_a_late_connection_ends_it(how, hosts):
-    with WorldDriver(hosts=hosts, start_with=4) as driver:
+def test_a_member_lost_before_a_late_connection_ends_it(how):
+    with WorldDriver(start_with=4) as driver:
         driver.start(is_lost, how, count=4)
         driver.wait(lambda: driver.told("gone"))
         if how == "stopped":
-            driver.evict(3 if len(hosts) > 1 else 2)
+            driver.evict(2)
         for was_connected, seconds in driver.results(3):
             assert not was_connected
             assert seconds < 15  # milliseconds on an idle machine; less than the time limit for a connection
@@ -191,9 +190,8 @@ def stops_before_it_has_met_the_others():
     return hvd.size()
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
-def test_a_member_that_hangs_while_the_others_meet_it_does_not_delay_them(hosts):
-    with WorldDriver(hosts=hosts, start_with=4) as driver:
+def test_a_member_that_hangs_while_the_others_meet_it_does_not_delay_them():
+    with WorldDriver(start_with=4) as driver:
         driver.start(stops_before_it_has_met_the_others, count=4)
         driver.wait(lambda: driver.told("stopped"))
         start = time.perf_counter()
@@ -357,6 +355,6 @@ def test_a_member_that_gives_up_tells_those_that_wait_for_its_answer():
     own = shared_memory.OwnSegment()
     seen = shared_memory.Mapping(own.descriptor, writable=False)
     assert not seen.counters[shared_memory.LEFT]
-    shared_memory.HostPeers(own, 0, [], 1, False).close()
+    shared_memory.HostPeers(own, 0, []).close()
     assert seen.counters[shared_memory.LEFT]
     seen.unmap()
