@@ -5,8 +5,7 @@
 - `ProtocolError`: a peer broke the wire protocol.
 - `HorovodInternalError` and `HostsUpdatedInterrupt`: signals inside a worker, which `elastic.run` handles.
 
-All of them survive a pickle round trip, so they can travel from an executor to the driver. Standard library and
-`redaction` only: the doctor sends this source to executors that may lack the package.
+All of them survive a pickle round trip, so they can travel from an executor to the driver.
 """
 
 from __future__ import annotations

@@ -13,32 +13,20 @@ import torch.distributed as dist
 from spark_elastic import clock
 from spark_elastic.collective.calls import as_bytes
 from spark_elastic.collective.combining import combinable
-from spark_elastic.collective.devices import GLOO
 from spark_elastic.collective.exchange import ExchangeWork
-from spark_elastic.collective.gloo import (
-    CONNECT_TIMEOUT_S,
-    Fill,
-    GlooGroup,
-    Introduction,
-    LinkStore,
-)
+from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.late_connection import LateWork
-from spark_elastic.collective.shared_memory import HostPeers, Offer, OwnSegment, find_peers
+from spark_elastic.collective.shared_memory import find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
     Root,
     SharedMemoryReducer,
     SharedWork,
     SpinWait,
-    agree_on_host,
-    pass_on_agreement,
-    read_agreement,
     serve_peers,
 )
-from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
@@ -46,8 +34,6 @@ log = logging.getLogger("spark_elastic.collective")
 _TURN_S = 1e-3
 _TURN = timedelta(seconds=_TURN_S)
 """The time to wait for Gloo before this member looks again for others that wait for its slices."""
-_CHECK_S = 20e-3
-"""The time to wait for a connection before this member looks again whether the others of its host are alive."""
 
 MOST_BYTES_BETWEEN_HOSTS = 1 << 20
 """With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
@@ -101,90 +87,36 @@ class Group(GlooGroup):
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
 
-    def connect(self, introduction: Introduction | None = None, offer: Offer | None = None) -> None:
-        """Connect all members to one another; see `GlooGroup.connect`.
-
-        Members that know of one another and share memory are not connected through Gloo before they need it.
-
-        Args:
-            introduction: see there.
-            offer: this member's shared memory, which is taken or freed; None: it is made now.
-        """
+    def connect(self) -> None:
+        """Connect all members to one another; see `GlooGroup.connect`. Then find those that can share memory."""
         try:
-            if introduction is None:
-                super().connect()
-                if self._may_share_memory([]):
-                    self._shared = self._share_memory(None, offer)
-            else:
-                self.learn_from(introduction)
-                shares = self._may_share_memory([endpoint.shares for endpoint in introduction.endpoints])
-                if shares:
-                    self._shared = self._share_memory(introduction, offer)
-                if self._shared is not None:
-                    self.connect_late()
-                else:  # groups between hosts have used the connections of the introduction
-                    super().connect(None if shares and len(set(self._hosts)) > 1 else introduction)
+            super().connect()
+            if self._may_share_memory():
+                self._shared = self._share_memory()
         except BaseException:
             self.close()
             raise
-        finally:
-            if offer is not None:
-                offer.close()
 
-    def _may_share_memory(self, settings: Sequence[str]) -> bool:
-        """Return True if members could share memory as far as all of them know; `settings` are theirs, if known."""
-        if len(set(self._hosts)) == self.size or (settings and set(settings) == {GLOO}):
+    def _may_share_memory(self) -> bool:
+        """Return True if there are members that could share memory; the answer is the same on all of them."""
+        if len(set(self._hosts)) == self.size:
             return False
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return False
         return True
 
-    def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
+    def _share_memory(self) -> SharedMemoryReducer | None:
         """Find the members on this host and connect the hosts; return None, on all members alike, if that fails."""
         hosts = list(dict.fromkeys(self._hosts))
         members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
         owners = min(map(len, members.values()))
-        deadline = clock.monotonic() + CONNECT_TIMEOUT_S
-
-        def check() -> None:
-            self.check_alive()
-            if clock.monotonic() > deadline:
-                raise HorovodInternalError(f"the members of round {self.round} have not met within the time limit")
-
-        meeting = SpinWait(check, self.report_stall, serve_peers)
-
-        def agree(peers: HostPeers | None, segment: OwnSegment | None) -> bool:
-            agreed = agree_on_host(peers, segment, self.round, meeting)
-            if len(hosts) == 1:
-                return agreed
-            local_rank = members[self._hosts[self.rank]].index(self.rank)
-            if local_rank >= owners:
-                return agreed and peers is not None and read_agreement(peers, self.round, meeting)
-            self._connect_between(local_rank, [members[host][local_rank] for host in hosts], introduction)
-            assert self._between is not None
-            token = torch.tensor([agreed], dtype=torch.uint8)
-            self._between.wait(self._between.allreduce(token, dist.ReduceOp.MIN))
-            if peers is not None:
-                pass_on_agreement(peers, self.round, bool(token))
-            return bool(token)
-
-        settings: list[str] = []
-        announcements: Sequence[bytes] = ()
-        if introduction is not None:
-            settings = [endpoint.shares for endpoint in introduction.endpoints]
-            announcements = introduction.shared_memory
-        offer = offer or Offer(self._link)
-        together = agree if introduction is not None else None
-        found = find_peers(self, self._link, self._hosts, offer, settings, announcements, together)
+        found = find_peers(self, self._link, self._hosts)
         if found is None:
-            between, self._between = self._between, None
-            if between is not None:
-                between.close()
             return None
         try:
-            if introduction is None and len(hosts) > 1 and found.rank < owners:
-                self._connect_between(found.rank, [members[host][found.rank] for host in hosts], None)
+            if len(hosts) > 1 and found.rank < owners:
+                self._connect_between(found.rank, [members[host][found.rank] for host in hosts])
         except BaseException:
             found.close()
             raise
@@ -195,7 +127,7 @@ class Group(GlooGroup):
         sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(found.peers) + 1 <= found.cores else None
         return SharedMemoryReducer(found, self.round, wait, owners, sliced_from, self._between)
 
-    def _connect_between(self, slice_number: int, ranks: Sequence[int], introduction: Introduction | None) -> None:
+    def _connect_between(self, slice_number: int, ranks: Sequence[int]) -> None:
         """Connect to the members on other hosts that own the same slice."""
         addresses = [self._addresses[rank] for rank in ranks]
         name = f"{self.name}/slice/{slice_number}"
@@ -204,7 +136,7 @@ class Group(GlooGroup):
         self._between = between
         if self._why is not None:  # later cuts find it in `_between`
             between.cut(self._why)
-        between.connect(introduction and introduction.among(ranks))
+        between.connect()
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
@@ -268,31 +200,9 @@ class Group(GlooGroup):
             assert self._shared is not None
             self._shared.wait(work)
             return
-        if isinstance(work, LateWork):
-            self._await_connection(work)
-        elif self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
+        if self._shared is not None and self._shared.others_wait and not isinstance(work, ExchangeWork):
             self._take_turns(work)
         super().wait(work)  # of an `ExchangeWork`, it calls this method for the exchange
-
-    def _await_connection(self, work: LateWork) -> None:
-        """Wait until a collective is launched, and meanwhile do the work that other members may wait for.
-
-        Raises:
-            HorovodInternalError: a member of this host is gone, whose death no connection tells of yet.
-        """
-        assert self._shared is not None
-        assert self._late is not None
-        stall_at, stalled = clock.monotonic() + STALL_S, False
-        try:
-            while not work.has_begun(_TURN_S if self._shared.others_wait else _CHECK_S):
-                serve_peers()
-                self._late.check(work, self._shared.check_peers)
-                if not stalled and clock.monotonic() >= stall_at:
-                    stalled = True
-                    self.report_stall(True)
-        finally:
-            if stalled:
-                self.report_stall(False)
 
     def _take_turns(self, work: dist.Work) -> None:
         """Wait up to `STALL_S` for Gloo, and meanwhile do the work that other members may wait for."""

@@ -34,7 +34,7 @@ import select
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -44,7 +44,6 @@ import torch
 from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.errors import UsageError
-from spark_elastic.wire.messages import SHARED_MEMORY_BYTES
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
@@ -140,10 +139,6 @@ CONSUMED = 192 // 8
 """The count of chunks that this member has read from all segments."""
 LEFT = 256 // 8
 """Not 0: this member has left the round and will send no more chunks."""
-MET = 320 // 8
-"""The member's answer on this host: whether it has found all others there; see `agree_on_host`."""
-AGREED = 384 // 8
-"""The answer of all hosts, which the members that are connected to other hosts pass on; see `agree_on_host`."""
 TABLE = _TABLE_AT // 8
 
 
@@ -197,7 +192,7 @@ class OwnSegment(Mapping):
 
     def begin(self, round: int) -> None:
         """Set the counters to the first count of the round."""
-        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
+        for counter in (ARRIVED, REDUCED, CONSUMED):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
@@ -212,7 +207,7 @@ class OwnSegment(Mapping):
             return
         fence()
         self.counters[LEFT] = 1
-        for counter in (ARRIVED, REDUCED, CONSUMED, MET, AGREED):
+        for counter in (ARRIVED, REDUCED, CONSUMED):
             futex_wake(self.counter_address(counter))
         self.close()
 
@@ -323,125 +318,86 @@ class _Announcement(NamedTuple):
     pid: int
     descriptor: int
     cores: int
-    reserved: int
     nonce: bytes
 
 
-_ANNOUNCEMENT = struct.Struct("<QQQQ32s")
-assert _ANNOUNCEMENT.size == SHARED_MEMORY_BYTES
+_ANNOUNCEMENT = struct.Struct("<QQQ32s")
 _warned = False
 _LOSS_IS_KNOWN_S = 5.0
 """The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
 
 
-class Offer:
-    """This member's segment for its next world, made before that world is known, and what the others have to know.
-
-    Args:
-        link: derives the key of the job.
-
-    Raises:
-        InvalidSettingsError: the setting for the way of reduction is not valid.
-    """
-
-    def __init__(self, link: WorkerLink) -> None:
-        self.setting = reduction_setting()
-        self.segment: OwnSegment | None = None
-        self.why = ""
-        """The reason why there is no segment."""
-        self.announcement = _ANNOUNCEMENT.pack(0, 0, 0, 0, bytes(32))
-        """What the members on this host have to know."""
-        if self.setting == GLOO:
-            self.why = f"{REDUCTION_SETTING}=gloo"
-        elif not FUTEX_AVAILABLE:
-            self.why = f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
-        else:
-            try:
-                self.segment = OwnSegment()
-            except (OSError, AttributeError, ValueError) as error:
-                self.why = f"no memory to share could be made: {error}"
-        if self.segment is not None:
-            nonce = os.urandom(32)
-            self.segment.identify(_identity(link.derive_key("shared memory"), nonce))
-            cores = len(os.sched_getaffinity(0))
-            self.announcement = _ANNOUNCEMENT.pack(os.getpid(), self.segment.descriptor, cores, 0, nonce)
-
-    def close(self) -> None:
-        """Free the segment, unless it was taken."""
-        segment, self.segment = self.segment, None
-        if segment is not None:
-            segment.close()
-
-
-def find_peers(
-    group: GlooGroup,
-    link: WorkerLink,
-    hosts: Sequence[str],
-    offer: Offer,
-    settings: Collection[str] = (),
-    announcements: Sequence[bytes] = (),
-    agree: Callable[[HostPeers | None, OwnSegment | None], bool] | None = None,
-) -> HostPeers | None:
+def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> HostPeers | None:
     """Open the segments of the group's members on this host; return None if any member of the group cannot.
 
     All members of the group call this together, and all of them get peers or all get None.
 
     Args:
-        group: the group; it is connected, unless `announcements` and `agree` are given.
+        group: the group; it is connected.
         link: derives the key of the job.
         hosts: the members' hosts, in the order of their ranks.
-        offer: this member's segment, which is taken or freed.
-        settings: the members' settings for the way of reduction, if they are known.
-        announcements: those of the members on this host, by rank, if they are known.
-        agree: returns True, on all members alike, if all of them have found their peers. It gets the peers, if this
-            member has found them, and this member's segment, if it has one. None: the members agree through Gloo.
 
     Raises:
         HorovodInternalError: a peer is gone.
+        InvalidSettingsError: the setting for the way of reduction is not valid.
         UsageError: the setting demands shared memory, which is impossible here.
     """
     here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+    key, setting = link.derive_key("shared memory"), reduction_setting()
+    own, why = _make_segment(setting)
     found: HostPeers | None = None
-    why = offer.why
     try:
-        if not announcements:
-            mine = offer.announcement + offer.setting.encode().ljust(_SETTING_BYTES)
-            everyone = group.exchange(mine, serve=True)
-            settings = [each[-_SETTING_BYTES:].decode().rstrip() for each in everyone]
-            announcements = [everyone[rank][:-_SETTING_BYTES] for rank in here]
-        if offer.segment is not None:
-            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announcements]
-            offer.segment.begin(group.round)
+        everyone = group.exchange(_announce(own, key) + setting.encode().ljust(_SETTING_BYTES), serve=True)
+        if own is not None:
+            others = [_Announcement(*_ANNOUNCEMENT.unpack_from(everyone[rank])) for rank in here]
+            own.begin(group.round)
             try:
-                peers = _open_peers(link.derive_key("shared memory"), here.index(group.rank), others)
+                peers = _open_peers(key, here.index(group.rank), others)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
             else:
                 cores = min(each.cores for each in others)
-                demanded = set(settings) == {SHARED}
-                found = HostPeers(offer.segment, here.index(group.rank), peers, cores, demanded)
-                offer.segment = None
-        if agree is None:
-            agreed = all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True))
-        else:
-            agreed = agree(found, offer.segment if found is None else found.own)
-        if agreed:
+                demanded = {each[_ANNOUNCEMENT.size :].decode().rstrip() for each in everyone} == {SHARED}
+                found, own = HostPeers(own, here.index(group.rank), peers, cores, demanded), None
+        if all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True)):
             return found
     except BaseException:
         if found is not None:
             found.close()
         raise
     finally:
-        offer.close()
+        if own is not None:
+            own.close()
     if found is not None:
         found.close()
     why = why or "another worker cannot"
-    if offer.setting == SHARED:
+    if setting == SHARED:
         group.check_alive_for(_LOSS_IS_KNOWN_S)  # nor can the memory of a worker be opened that has just died
         raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
-    if offer.setting == AUTO:
+    if setting == AUTO:
         _warn(why)
     return None
+
+
+def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
+    """Return a new segment; or None, and the reason why there is none."""
+    if setting == GLOO:
+        return None, f"{REDUCTION_SETTING}=gloo"
+    if not FUTEX_AVAILABLE:
+        return None, f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
+    try:
+        return OwnSegment(), ""
+    except (OSError, AttributeError, ValueError) as error:
+        return None, f"no memory to share could be made: {error}"
+
+
+def _announce(segment: OwnSegment | None, key: bytes) -> bytes:
+    """Write this member's identity into its segment, and return how the others on its host find that."""
+    if segment is None:
+        return bytes(_ANNOUNCEMENT.size)
+    nonce = os.urandom(32)
+    segment.identify(_identity(key, nonce))
+    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, len(os.sched_getaffinity(0)), nonce)
 
 
 _SETTING_BYTES = max(map(len, (AUTO, GLOO, SHARED)))

@@ -26,18 +26,15 @@ from spark_elastic.collective.combining import DTYPES, OPERATORS, combine_functi
 from spark_elastic.collective.gloo import Fill, GlooGroup
 from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.shared_memory import (
-    AGREED,
     ARRIVED,
     CONSUMED,
     DEPTH,
     LEFT,
-    MET,
     REDUCED,
     SMALL_BYTES,
     TABLE,
     HostPeers,
     Mapping,
-    OwnSegment,
     Peer,
     SlotPool,
     fence,
@@ -190,46 +187,6 @@ class SpinWait:
             futex_wake(self._asleep_on)
 
 
-_FOUND, _FAILED = 1, 2
-"""The answers in the counters `MET` and `AGREED`, above the first count of the round."""
-
-
-def agree_on_host(found: HostPeers | None, segment: OwnSegment | None, round: int, wait: SpinWait) -> bool:
-    """Return True, on all members of this host alike, if each of them has found all others.
-
-    Every member writes its answer into its own segment. A member whose segment the others cannot open needs no answer:
-    they have not found it.
-
-    Args:
-        found: the peers, if this member has found all of them.
-        segment: this member's segment, if it has one.
-        round: the round of their group.
-        wait: waits for peers.
-
-    Raises:
-        HorovodInternalError: a peer is gone, or the round is over.
-    """
-    if segment is not None:
-        segment.announce(MET, first_count(round) + (_FAILED if found is None else _FOUND))
-    return found is not None and all(_answer(peer, MET, round, wait) for peer in found.peers)
-
-
-def pass_on_agreement(found: HostPeers, round: int, agreed: bool) -> None:
-    """Let the members of this host read the answer of all hosts."""
-    found.own.announce(AGREED, first_count(round) + (_FOUND if agreed else _FAILED))
-
-
-def read_agreement(found: HostPeers, round: int, wait: SpinWait) -> bool:
-    """Return the answer of all hosts from the first member of this host, which is another one than this process."""
-    return _answer(found.peers[0], AGREED, round, wait)
-
-
-def _answer(peer: Peer, counter: int, round: int, wait: SpinWait) -> bool:
-    due = first_count(round) + _FOUND
-    wait.until(peer, counter, due)
-    return bool(peer.counters[counter] == due)
-
-
 # --- reducing ---------------------------------------------------------------------------------------
 
 _WINDOW = 8
@@ -324,18 +281,6 @@ class SharedMemoryReducer:
         while self._consumed < end and self._next_is_ready():
             self._read_next()
         return self._consumed >= end
-
-    def check_peers(self) -> None:
-        """Check that all members of this host are in the round.
-
-        Raises:
-            HorovodInternalError: one has left or died.
-        """
-        for peer in self._peers:
-            if peer.counters[LEFT]:
-                raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
-            if peer.is_dead():
-                raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
 
     @property
     def others_wait(self) -> bool:

@@ -269,7 +269,7 @@ class Checkpoints:
         where = f"checkpoint {name} in {self.store}"
         text = self._read(self.store.read_bytes, name, MANIFEST)
         try:
-            manifest = unseal(text, frozenset(("format", "version", *_TYPES)))
+            manifest = unseal(text)
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:
@@ -278,7 +278,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {name} has version {manifest.get('version')!r:.40}; this package reads {FORMAT_VERSION}"
             )
-        manifest.setdefault("token", 0)
         for field, kind in _TYPES.items():
             if type(manifest.get(field)) is not kind:
                 raise CheckpointError(

@@ -11,7 +11,7 @@ import tensorflow as tf
 from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.state import ElasticState, ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
-from spark_elastic.keras.elastic import run, virtual_workers
+from spark_elastic.keras.elastic import run
 from spark_elastic.keras.elastic.handlers import list_handler
 from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState
 from spark_elastic.keras.elastic.state import keras_parts
@@ -25,7 +25,6 @@ __all__ = [
     "TensorFlowKerasState",
     "TensorFlowState",
     "run",
-    "virtual_workers",
 ]
 
 

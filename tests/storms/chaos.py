@@ -23,10 +23,12 @@ is interrupted, it repeats the steps since its last commit, and no more than the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -328,6 +330,8 @@ def main() -> int:
         with shifted_clock(ROOT / "build" / "chaos") as added:
             if added:
                 return subprocess.run([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **added}).returncode
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="chaos-")  # no files of other programs are in it
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of workers
     os.environ["PYSPARK_PYTHON"] = sys.executable  # a session reads it as its JVM starts, which serves all storms
     if args.seconds is None:

@@ -34,7 +34,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     wire.ResultStored(1, 100, True, 1),
     wire.WorkerHello(1, 77),
     wire.WorkerHeartbeat(StateVersion(1, 12, 0), 0.5, False, 1),
-    wire.Ready(1, StateVersion(1, 12, 0), False, 1, wire.Endpoint("10.0.0.1", 4711, 0, "cpu", "auto", "")),
+    wire.Ready(1, StateVersion(1, 12, 0), False, 1),
     wire.Raised("ValueError", "no", "Traceback\n", None),
     wire.LiveProgress(0, 2, "train", 10, 100, {"loss": 0.5}),
     wire.EpochRow(0, True, b'{"epoch": 0}'),

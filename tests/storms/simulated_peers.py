@@ -2,10 +2,10 @@
 
     python tests/storms/simulated_peers.py < commands > events      (JSON, one object a line)
 
-Each peer authenticates, sends its hello and its heartbeats, tries the connections that the driver asks for, gets ready
-with the endpoint at which it would listen, receives worlds, and answers a cut by getting ready again. A real worker
-reads each world on its own machine; here the same bytes are read once for all peers of this process, so that this
-process is not what is measured.
+Each peer authenticates, sends its hello and its heartbeats, tries the connections that the driver asks for, receives
+worlds, sends an address to the driver and receives those of all members, and answers a cut by getting ready again. A
+real worker reads each world on its own machine; here the same bytes are read once for all peers of this process, so
+that this process is not what is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -25,12 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks._harness import raise_descriptor_limit
-from spark_elastic.membership.topology import Place, StateVersion
+from spark_elastic.collective.gloo import compact
+from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.encoding import decode, encode
 from spark_elastic.wire.framing import Connection
-from spark_elastic.wire.world_changes import changed
 
 VERSION = StateVersion(1, 5, 0)
 PROBE_PORT = 7000
@@ -48,7 +49,6 @@ class Shared:
     received: int = 0
     sent: int = 0
     refused: int = 0
-    _newest: tuple[wire.WorldChanged, wire.WorldAssigned] | None = None
     _read: dict[bytes, wire.Message] = field(default_factory=dict)
     _written: dict[wire.Message, bytes] = field(default_factory=dict)
 
@@ -59,12 +59,6 @@ class Shared:
                 self._read.clear()
             self._read[body] = decode(body)
         return self._read[body]
-
-    def changed(self, before: wire.WorldAssigned | None, change: wire.WorldChanged) -> wire.WorldAssigned:
-        """Apply a change of a world, once for all peers that were told of it."""
-        if self._newest is None or self._newest[0] is not change:
-            self._newest = change, changed(before, change)
-        return self._newest[1]
 
     def encode(self, message: wire.Message) -> bytes:
         """Encode a message, once for all peers that send the same; those are heartbeats."""
@@ -148,20 +142,20 @@ class Agent:
     shared: Shared
     slot: int
     entered: Callable[[int, int], None]
-    """Called with round and size when the worker holds a world and the endpoints of its members."""
+    """Called with round and size when the worker holds a world and the addresses of its members."""
     channel: Channel | None = None
     worker: Channel | None = None
     worker_id: int = 0
     round: int = 0
     dead: bool = False
-    _assigned: wire.WorldAssigned | None = None
     _timers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.host = self.slot // self.shared.workers_a_host
         number = self.host + 1
         self.address = f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
-        self._port = random.randrange(32768, 61000)
+        self._own = os.urandom(136)
+        """What Gloo announces of this worker: an address, the same in each world."""
         self._next_number = 0
         """The number that Gloo's device here gives to its next connection."""
 
@@ -201,36 +195,33 @@ class Agent:
 
     def _worker_said(self, message: wire.Message) -> None:
         match message:
-            case wire.WorkerWelcome(interval_s, _, _):
+            case wire.WorkerWelcome(interval_s):
                 self._ready(None, at_init=True)
                 self._every(interval_s, self._worker_beat)
             case wire.Provisional():
                 self._ready(None, at_init=False)
-            case wire.WorldAssigned():
-                self._enter(message)
-            case wire.WorldChanged():
-                self._enter(self.shared.changed(self._assigned, message))
+            case wire.WorldAssigned(world):
+                self._enter(world)
+            case wire.KvGathered(round, _, values) if round == self.round:
+                self.entered(round, len(values))
             case wire.Cut(round) if round == self.round:
                 self._ready(VERSION, at_init=False)
             case wire.HostsUpdated():
                 self._ready(VERSION, at_init=False)
 
     def _ready(self, version: StateVersion | None, *, at_init: bool) -> None:
-        """Make a group of one, as workers do to learn what Gloo will announce, and report."""
         assert self.worker is not None
-        self._next_number += 1
-        endpoint = wire.Endpoint(self.address, self._port, self._next_number, "cpu", "auto", "")
-        memory = os.urandom(wire.SHARED_MEMORY_BYTES)
-        self.worker.send(wire.Ready(self.round, version, at_init, 1, endpoint, memory))
+        self.worker.send(wire.Ready(self.round, version, at_init, 1))
 
-    def _enter(self, assigned: wire.WorldAssigned) -> None:
-        self._assigned = assigned
-        world = assigned.world
-        if len(assigned.endpoints) != world.size:
-            raise RuntimeError(f"round {world.round} came without the endpoints of its members")
+    def _enter(self, world: World) -> None:
+        """Send what a worker sends that connects in this world."""
+        assert self.worker is not None
+        numbers = struct.pack(f"<{world.size}Q", *range(self._next_number, self._next_number + world.size))
         self._next_number += world.size
         self.round = world.round
-        self.entered(world.round, world.size)
+        value = json.dumps(["cpu", "", compact(self._own + numbers)])
+        rank = world.member(self.worker_id).rank
+        self.worker.send(wire.KvGather(world.round, "global", rank, world.size, value))
         self._worker_beat()
 
     def _worker_beat(self) -> None:

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
@@ -24,7 +23,7 @@ from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
-from spark_elastic.ml.keras.steps import GradientRecord, part_arguments
+from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.training import dry_run as common
@@ -65,7 +64,7 @@ def dry_run(
     given = training.callbacks.load() if training.callbacks is not None else []
     callbacks = adapt_callbacks(given, training, ready.model)
     check_one_best(callbacks)
-    if training.sync_batch_norm and training.virtual_workers is None:
+    if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
     if not training.loss_is_per_worker:
         _check_means(training, ready)
@@ -122,7 +121,7 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
             BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
             for start, stop in pairwise(edges)
         ]
-        totals = graphs.totals([[part.tensors for part in parts]], lambda table: table[0])
+        totals = graphs.totals(parts, lambda own: own)
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
 
     # Parts of one row differ most; those of several differ where a mean stands for a denominator.

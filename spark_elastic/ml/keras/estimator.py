@@ -146,7 +146,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         shuffle: bool = True,
         seed: int = 0,
         consistency: Consistency = "trajectory",
-        virtual_workers: int | None = None,
         validation: float | str | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -206,6 +205,14 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         from spark_elastic.ml.keras import safe_objects
 
         return safe_objects
+
+    def _check_together(self) -> None:
+        if self._given("consistency") == "exact":
+            raise InvalidSettingsError(
+                "consistency='exact' is for PyTorch alone; leave it out: results of ElasticKerasEstimator agree up to "
+                "rounding and random numbers for any number of workers"
+            )
+        super()._check_together()
 
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")

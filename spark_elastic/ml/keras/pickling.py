@@ -150,6 +150,3 @@ def load_layer(config: Any, custom_objects: Mapping[str, Any], flags: Any, weigh
         variable.assign(value)
     Flags(*flags).restore(layer)
     return layer
-
-
-_compiled, _made = load_model, load_object  # Pickles of version 0.1 call them by these names.

@@ -57,9 +57,6 @@ def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = N
         return saving_lib.load_model(archive, dict(custom_objects or {}), compile=False, safe_mode=safe)
 
 
-loads = model_from_archive  # Pickles of version 0.1 call it by this name.
-
-
 def architecture(model: Any) -> Any:
     """Return the model's configuration; `archive_config` returns the same from an archive."""
     with _as_uncompiled(model):
@@ -321,8 +318,7 @@ def config_of(value: Any) -> Any:
     """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
 
     Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others, and would load them with
-    their defaults. An argument that has its default stays out, so that the configuration is the one that earlier
-    versions have stored.
+    their defaults. An argument that has its default stays out.
     """
     config = keras.saving.serialize_keras_object(value)
     if type(value).__module__.partition(".")[0] != "keras":

@@ -56,7 +56,7 @@ def dry_run(
     common.check_order(training)
     check_one_best(training.callbacks)
     _check_tables(training)
-    if training.sync_batch_norm and training.virtual_workers is None:
+    if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = common.round_trip_pickle(training)
     _check_copy(training, copied)

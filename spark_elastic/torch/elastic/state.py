@@ -29,7 +29,6 @@ from spark_elastic.elastic.state import ElasticState
 from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
-from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 log = logging.getLogger("spark_elastic.torch")
@@ -276,22 +275,11 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
-class VirtualWorkersHandler(StateHandler):
-    """The handler of virtual workers, which has a light part only: random states, which change with each step."""
-
-    def light(self) -> Any:
-        return self.value.state_dict()
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(light)
-
-
 Registry = list[tuple[Any, type[StateHandler]]]
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
-    (VirtualWorkers, VirtualWorkersHandler),
     (HasStateDict, StateDictHandler),
 ]
 
@@ -322,7 +310,7 @@ def handler_for(value: Any) -> StateHandler | None:
     return None
 
 
-_FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler, VirtualWorkersHandler
+_FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
 """Handlers whose values change in known ways; the light parts of other handlers are observed like plain values."""
 
 

@@ -76,4 +76,4 @@ def test_missing_arrow_is_named(connect_mode, bare, tmp_path):
             with pytest.raises(ExecutorPythonError, match=r"it has no (pandas|pyarrow)"):
                 attempt()
         report = spark_elastic.doctor(session, num_proc=1, timeout=30)
-        assert "it has no" in report.of("executors")[0].says
+        assert "it has no" in report.of("workers")[0].says

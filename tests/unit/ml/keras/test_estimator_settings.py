@@ -48,8 +48,14 @@ def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> Non
     from spark_elastic import ElasticTorchEstimator
 
     names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
-    assert torchs - names == {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    of_torch = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    assert torchs - names == {*of_torch, "virtual_workers", "generators"}
     assert names - torchs == {"weighted_metrics", "custom_objects"}
+
+
+def test_exact_training_is_refused_before_workers_start() -> None:
+    with pytest.raises(InvalidSettingsError, match="consistency='exact' is for PyTorch alone"):
+        ElasticKerasEstimator(**settings(consistency="exact"))
 
 
 def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:

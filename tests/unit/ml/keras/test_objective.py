@@ -92,7 +92,7 @@ def divided(ready, columns, edges):
         BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
         for start, stop in pairwise(edges)
     ]
-    totals = ready.graphs.totals([[part.tensors for part in parts]], lambda table: table[0])
+    totals = ready.graphs.totals(parts, lambda own: own)
     ready.metrics.reset()
     made = [ready.graphs._part(*part_arguments(part, edges[-1], totals))[0] for part in parts]
     gradients = [sum(tf.convert_to_tensor(part[at]).numpy() for part in made) for at in range(len(made[0]))]
