@@ -6,8 +6,8 @@
 
 The driver, its rendezvous server and the membership machine are the real ones, in a process for each size. The agents
 and workers are simulated in further processes (`tests/storms/simulated_peers.py`): they authenticate, send heartbeats,
-try connections, get ready, receive worlds and exchange addresses, on real connections. All agents connect at once. A loss
-closes a worker's and its agent's connections; it is over when the last survivor holds the next world, with the
+try connections, get ready, receive worlds and exchange addresses, on real connections. All agents connect at once. A
+loss closes a worker's and its agent's connections; it is over when the last survivor holds the next world, with the
 addresses of all its members. The driver's CPU time of a loss is that of its process from the kill until then.
 
 The last table is of the machine alone, without connections: the time of `Membership.handle` for each kind of event.
