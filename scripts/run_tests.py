@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-_TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local")]
+_TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local", "data", "connect")]
 STREAMS = [
     f"trainings={','.join(_TRAININGS)}",
     f"others=tests,{','.join(f'--ignore={folder}' for folder in _TRAININGS)}",

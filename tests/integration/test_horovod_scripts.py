@@ -117,6 +117,7 @@ def test_fit_with_horovod_s_callbacks_goes_on_when_a_worker_is_killed(tmp_path):
     assert sorted(set(epochs)) == list(range(1, 13))
 
 
+@pytest.mark.soak
 def test_a_tape_s_loop_goes_on_when_a_worker_is_killed(tmp_path):
     words = command("tensorflow_tape.py", workers=3, options=[*LOCALLY, "--min-np", "1"])
     output = output_with_a_kill(words, r"batch 40 size 3", tmp_path)

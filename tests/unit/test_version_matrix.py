@@ -14,12 +14,14 @@ from tests.pages import ROOT
 
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))  # as when it is run
     spec = importlib.util.spec_from_file_location("version_matrix", ROOT / "scripts" / "test_matrix.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses looks for the names of its annotations
     spec.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "scripts"))
     return module
 
 

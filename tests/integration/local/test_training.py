@@ -74,14 +74,6 @@ def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tm
         assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-def test_an_error_in_the_training_ends_the_job_with_its_message(start_job, data, tmp_path):
-    def wrong(folder):
-        return trainings.outcome(trainings.make_training(data, folder, metrics={"wrong": 3}))
-
-    with pytest.raises(Exception, match="the metric wrong is neither a function of"):
-        start_job(wrong, (str(tmp_path),), num_proc=2, preimport=PREIMPORT).result(60)
-
-
 @pytest.mark.parametrize(
     "ends",
     [
