@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from spark_elastic.collective import fused
 from spark_elastic.collective.shard_sums import PartialSums, ShardReduction, rows_of, tree_sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.elastic.own_generators import OwnGenerators
@@ -25,7 +24,7 @@ from spark_elastic.elastic.virtual_shards import (
     check_same_training,
     processor,
 )
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import describe
 from spark_elastic.keras.elastic.random_state import own_kinds, random_states, two_seeds
 from spark_elastic.keras.elastic.shard_variables import ShardVariables, buffers_of
@@ -197,9 +196,7 @@ class KerasVirtualWorkers:
             vote = self._exchange(trained, sums, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + summed])
             self._variables.combine(matrix[:, 1 + summed :], matrix[:, 0], training)
-        except BaseException as error:
-            if isinstance(error, HorovodInternalError) and not training:
-                error.in_reduction = False  # the loop's log sees steps when gradients are reduced, and no evaluation
+        except BaseException:
             self._gradients = None
             self._variables.put_back()
             random_states.put_back()
@@ -298,9 +295,6 @@ class KerasVirtualWorkers:
         return taken
 
     def _exchange(self, like: Sequence[torch.Tensor], sums: PartialSums, matrix: torch.Tensor, vote: float) -> float:
-        if like:
-            for begins in list(fused.on_reduction):
-                begins()
         vector = torch.cat([matrix.view(-1), self._given, torch.tensor([vote], dtype=torch.float64)])
         results = self._reduction.exchange(like, sums, vector)
         matrix.copy_(vector[: matrix.numel()].view(matrix.shape))

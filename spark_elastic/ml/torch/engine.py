@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
-from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import LABEL, WEIGHT
@@ -393,7 +393,7 @@ def assemble(training: TorchTraining) -> Trainer:
         "callbacks": CallbackStates(callbacks),
         "at": checkpoints.first_progress(),
     }
-    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
+    state = TrainingState(handler_for, partial(TorchOptimizerSteps, observes_parameters=False), values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 

@@ -18,10 +18,10 @@ RandomState = dict[str, Any]
 """Bytes and numbers alone, which checkpoints of any kind can hold."""
 
 _put_back: Callable[[], None] | None = None
-"""A function that sets the states after the last batch or at the last resume point, whichever came later.
+"""A function that sets the states after the last batch or at the last mark, whichever came later.
 
 After a batch the generators have just been seeded, so seeding them again is enough. Reading their states takes longer,
-and is done at resume points alone.
+and is done at marks alone.
 """
 
 
