@@ -111,6 +111,8 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
     x = torch.randn(BATCHES * ROWS + 2, 6)
     y = x.sum(1, keepdim=True)
     middle = random.Random(seed + 1).choice([torch.nn.Tanh, lambda: torch.nn.BatchNorm1d(4)])
+    if how.sampler:  # a batch may have a single row
+        middle = torch.nn.Tanh
 
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 4), middle(), torch.nn.Linear(4, 1))
@@ -223,7 +225,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
         if how.counts == "after":
             state.batch += 1
         if how.validates_every and state.batch % how.validates_every == 0:
-            state.best = min(state.best, hvd.allreduce(torch.tensor(1.0 / state.seen)).item())
+            state.best = min(state.best, hvd.allreduce(torch.tensor(1.0 / state.seen), op=hvd.Max).item())
         if how.commit_every and state.batch % how.commit_every == 0:
             state.commit()
         elif how.checks:
