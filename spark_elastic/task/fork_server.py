@@ -208,7 +208,8 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
             run_worker(keeper, ends.result, ends.death)
         ends.close()  # first: only the agent and the worker hold the pipes once the agent knows of it
         connection.send(str(pid).encode())
-        if connection in select.select([connection, os.pidfd_open(pid)], [], [])[0]:
+        ready, _, _ = select.select([connection.fileno(), os.pidfd_open(pid)], [], [])
+        if connection.fileno() in ready:
             kill_group(pid)  # the agent is gone, or has no use for the worker any more
         _, status = os.waitpid(pid, 0)
         kill_group(pid)  # what the worker has left behind
