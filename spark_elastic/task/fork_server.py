@@ -172,7 +172,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     server, keepers = os.getpid(), set[int]()
     until = clock.monotonic() + keep_s
     while min([jvm, *others]) >= 0 and (keepers or clock.monotonic() < until):
-        ready = select.select([listener, jvm, *others], [], [], 0.2)[0]
+        watched: list[Any] = [listener, jvm, *others]
+        ready = select.select(watched, [], [], 0.2)[0]
         if jvm in ready:
             break
         if keepers:

@@ -57,7 +57,7 @@ class TensorBoardCallback(DriverCallback):
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
         try:
-            fit = _Fit(self.log_dir / name, run)
+            fit = _TensorBoardFit(self.log_dir / name, run)
         except OSError as error:
             raise InvalidSettingsError(
                 f"TensorBoardCallback cannot write to {self.log_dir / name}: {error}; give a log_dir that this program "
@@ -74,12 +74,12 @@ class TensorBoardCallback(DriverCallback):
     def on_fit_end(self, result: DriverResult) -> None:
         self._fits().pop().end(result)
 
-    def _fits(self) -> list[_Fit]:
-        fits: list[_Fit] = self._thread.__dict__.setdefault("fits", [])
+    def _fits(self) -> list[_TensorBoardFit]:
+        fits: list[_TensorBoardFit] = self._thread.__dict__.setdefault("fits", [])
         return fits
 
 
-class _Fit:
+class _TensorBoardFit:
     """The event file of one fit. After an error of the storage nothing more is written, and the training continues."""
 
     def __init__(self, folder: Path, run: DriverRun) -> None:
