@@ -200,8 +200,10 @@ class TorchEngine(Engine):
                     param.grad.mul_(scale)
         self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
+        self.updating = True
         with nullcontext() if exact else optimizer.skip_synchronize():
             optimizer.step()
+        self.updating = False
 
     def _seed(self, epoch: int, position: int) -> None:
         """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""
@@ -265,6 +267,10 @@ class TorchEngine(Engine):
 
     def use_best(self) -> None:
         load_state(self.model, state_of(self.best))
+
+    def finish(self) -> None:
+        if self._exact is None:
+            self.optimizer.detach()  # frees the gradients and their buckets, which are as large as the model each
 
     def model_file(self) -> tuple[str, bytes]:
         return MODEL_FILE, weights_to_bytes(self.model)
