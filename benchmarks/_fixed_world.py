@@ -11,13 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from spark_elastic.collective.process import process
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, Preparation
+from spark_elastic.wire.worker_link import Assignment
 from tests.integration.network import Network, why_unavailable
 
 
@@ -76,8 +79,6 @@ class FixedLink:
         return 0
 
     def on_cut(self, callback: Callable[[int, str], None] | None) -> None: ...
-
-    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None: ...
 
     def derive_key(self, purpose: str) -> bytes:
         return hashlib.sha256(purpose.encode()).digest()

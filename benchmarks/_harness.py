@@ -28,12 +28,12 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def parser(description: str | None, *, repeat: int = 20) -> argparse.ArgumentParser:
+def parser(description: str | None, *, repeat: int = 20, results: Path = RESULTS) -> argparse.ArgumentParser:
     """The arguments that all benchmarks take; add your own to it."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repeat", type=int, default=repeat, metavar="N", help="measurements of each kind (%(default)s)")
     made.add_argument("--quick", action="store_true", help="a few measurements only, to see that it works")
-    made.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON file goes")
+    made.add_argument("--results", type=Path, default=results, metavar="DIR", help="where the JSON file goes")
     return made
 
 

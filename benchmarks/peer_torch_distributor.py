@@ -1,6 +1,6 @@
 """How long Spark's own TorchDistributor takes from the call to the first training step, for comparison.
 
-python -m benchmarks.peer_torch_distributor [standalone|local_cluster|local] [repeats]
+python benchmarks/peer_torch_distributor.py [standalone|local_cluster|local] [repeats]
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def train_until_first_step(folder: str) -> None:

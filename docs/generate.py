@@ -28,6 +28,7 @@ from spark_elastic.wire import messages
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
+STORMS = ROOT / "tests" / "storms" / "results"
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -166,42 +167,13 @@ def _cell(text: str) -> str:
 
 
 CAPTIONS = {
-    "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
-    "before_after_layout.json": "the package before and after its modules were joined, two turns",
-    "before_after_speed.json": "steps, kills, reading, writing and `fit` before and after the work on speed, in turns",
-    "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
-    "before_after_write.json": "writing before and after the work on speed, in more turns",
-    "chaos-namespaces.json": "storms of random faults, standalone cluster, each Worker in a network namespace",
-    "chaos-processes.json": "storms of random faults, processes of one machine",
-    "chaos-processes-exact.json": "a storm of 500 faults over one training, processes of one machine",
-    "chaos-idle.json": "a storm with a fault about every 44 s, standalone cluster, idle machine",
-    "chaos-namespaces-sampler-80.json": "a storm of 80 faults, standalone cluster, each Worker in a network namespace",
-    "chaos-processes-keras-80.json": "a storm of 80 faults over a fit with Keras, processes of one machine",
-    "chaos-processes-sampler-110.json": "a storm of 110 faults, processes of one machine",
-    "chaos-processes-sampler-250.json": "a storm of 250 faults, processes of one machine whose clock jumps",
-    "chaos-processes-torch-70.json": "a storm of 70 faults over a fit, processes of one machine",
-    "chaos-processes-torch-90.json": "a storm of 90 faults over a fit, processes of one machine whose clock jumps",
-    "chaos-standalone-decommissioned.json": "a storm of decommissioning and stopped newcomers, standalone cluster",
-    "chaos-standalone-sampler-150.json": "a storm of 150 faults, standalone cluster",
-    "chaos-standalone-torch-60.json": "a storm of 60 faults over a fit, standalone cluster",
-    "chaos-soak.json": "a storm of an hour over one training, standalone cluster",
-    "chaos-standalone.json": "storms of random faults, standalone cluster",
-    "compression_loss.json": "a small net on digits with gradients in 16 bits, 4 workers on 4 hosts, beside float32",
-    "compression_time.json": "a step with 9.8 M parameters between 2 hosts over 1 Gbit/s, by compression",
-    "connect-start.json": "from the call to the first step, 2 workers, local-cluster, warm session, in turns",
     "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
-    "spark-slots.json": "the driver's side of 8 to 500 slots in Spark",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
     "data_read_peer_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
     "fit_kept.json": "a whole fit with keep_workers, and a second fit on the same rows",
-    "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
-    "freed_memory.json": "a step of a process that keeps the memory it frees, and of one that returns it, in turns",
-    "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
-    "keras_step_time_5_at_once.json": "the same with steps_per_execution=5, without the strategy, which cannot run it",
     "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
-    "membership-changes.json": "resources that the processes still hold after ten thousand changes of the world",
     "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
     "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
@@ -211,7 +183,6 @@ CAPTIONS = {
     "recovery-worker-processes-4-32-on-8-hosts.json": "SIGKILL of a worker, 8 hosts (loopback), busy machine",
     "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
-    "regrouping.json": "the processor time of a change of the world, for each worker",
     "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
     "start-local-cluster-kept.json": "from the call to the first step, with keep_workers, local-cluster",
     "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
@@ -252,19 +223,15 @@ def _series_of(name: str, document: dict[str, Any]) -> list[str]:
 
 
 def _step_times(name: str, document: dict[str, Any]) -> list[str]:
-    some = next(iter(next(iter(document["models"].values())).values()))
-    ratio, whose = next(
-        (key, of) for key, of in (("ratio_to_ddp", "DDP's"), ("ratio_to_trajectory", '`"trajectory"`')) if key in some
-    )
     rows = [
-        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each[ratio])} |"
+        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each['ratio_to_ddp'])} |"
         for model, ways in document["models"].items()
         for way, each in ways.items()
     ]
     return [
         f"**`{name}`** ({document['what']}; {document['cores']} cores, load {document['load'][0]:.2f})",
         "",
-        f"| model: way | median, ms | of {whose} |",
+        "| model: way | median, ms | of DDP's |",
         "|---|---|---|",
         *rows,
         "",
@@ -272,9 +239,9 @@ def _step_times(name: str, document: dict[str, Any]) -> list[str]:
 
 
 def storms() -> str:
-    """Return what `benchmarks/chaos.py` found: a row for each storm, and the faults with how often each was done."""
+    """Return what `tests/storms/chaos.py` found: a row for each storm, and the faults with how often each was done."""
     rows, counts = [], Counter[str]()
-    for path in sorted(RESULTS.glob("chaos-*.json")):
+    for path in sorted(STORMS.glob("chaos-*.json")):
         document = json.loads(path.read_text())
         for each in document["raw"]["storms"]:
             counts.update(fault["kind"] for fault in each["faults"])
@@ -292,21 +259,20 @@ def storms() -> str:
 
 
 def chaos_faults() -> dict[str, Any]:
-    """Return the kinds of faults of `benchmarks/chaos.py`."""
-    folders = [str(ROOT), str(ROOT / "benchmarks")]
-    sys.path[:0] = folders
+    """Return the kinds of faults of `tests/storms/chaos.py`."""
+    sys.path.insert(0, str(ROOT))
     try:
-        return dict(importlib.import_module("_chaos_faults").FAULTS)
+        return dict(importlib.import_module("tests.storms.chaos_faults").FAULTS)
     finally:
-        del sys.path[: len(folders)]
+        sys.path.remove(str(ROOT))
 
 
 def hostile() -> str:
-    """Return the figures of `benchmarks/fuzz.py`, `fuzz_guided.py` and `membership_changes.py`."""
+    """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
     rows = []
     names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes")
     for name in (f"{each}.json" for each in names):
-        path = RESULTS / name
+        path = STORMS / name
         if path.exists():
             document = json.loads(path.read_text())
             when, load = document["machine"]["when"][:10], document["machine"]["load_average_1min"]
@@ -387,36 +353,6 @@ def compared() -> str:
     return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, "", told, ""])
 
 
-def lines_of_code() -> str:
-    """Return the counts of `benchmarks/lines_of_code.py`: a row for each task, then the reasons for the dashes."""
-    document = json.loads((RESULTS / "lines_of_code.json").read_text())
-    peers, runs = document["peers"], document["runs"]
-    heads = ["task", "spark_elastic", *peers.values(), "the same in all"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    reasons: dict[str, list[str]] = {}
-    for row in document["tasks"]:
-        counts = row["lines"]
-        cells = [f"[{row['title']}]({row['recipe']})", str(counts["spark_elastic"])]
-        for peer, name in peers.items():
-            note = "" if runs.get(f"{peer}/{row['task']}", {}).get("ran") else "*"
-            cells.append(f"{counts[peer]}{note}" if peer in counts else "–")
-            if peer not in counts:
-                reasons.setdefault(f"{name}: {row['missing'][peer]}", []).append(row["title"])
-        lines.append(f"| {' | '.join([*cells, str(row['shared'] or '–')])} |")
-    total = sum(len(row["lines"]) - 1 for row in document["tasks"])
-    ran = sum(note["ran"] for note in runs.values())
-    told = [f"Programs of peers that have been run to their end: {ran} of {total}. \\* marks those that have not."]
-    failed = {name: note["error"] for name, note in runs.items() if not note["ran"]}
-    told += [f"- `{name}` failed: `{error}`" for name, error in sorted(failed.items())]
-    used = [
-        f"{peers[peer]}: {', '.join(f'{k} {v}' for k, v in each.items())}"
-        for peer, each in document["versions"].items()
-    ]
-    dashes = [f"- {reason} ({', '.join(titles)})" for reason, titles in reasons.items()]
-    parts = [*lines, "", told[0], "", *told[1:], *([""] if failed else []), "The dashes:", "", *dashes]
-    return "\n".join([*parts, "", f"Run with {'; '.join(used)}." if used else "", ""])
-
-
 def _number(value: float) -> str:
     """Return the value with three significant digits, from 100 on as a whole number."""
     if value == 0:
@@ -474,7 +410,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "hostile": hostile,
     "compared": compared,
     "control_plane": control_plane,
-    "lines_of_code": lines_of_code,
     "versions": versions,
 }
 """The generated parts, by their name in the pages."""

@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 
-_TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local")]
+_TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local", "data", "connect")]
 STREAMS = [
     f"trainings={','.join(_TRAININGS)}",
-    f"others=tests/unit,tests/simulation,tests/integration,{','.join(f'--ignore={folder}' for folder in _TRAININGS)}",
+    f"others=tests,{','.join(f'--ignore={folder}' for folder in _TRAININGS)}",
 ]
 """Each test is in one of them, and on 2 cores they take about equally long. The first stream goes first when both want
 the processor: its trainings have deadlines to keep."""

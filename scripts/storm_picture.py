@@ -1,7 +1,7 @@
 """Draw docs/images/storm.png: the steps and the workers of a long storm of faults, from its JSON.
 
-    python benchmarks/chaos.py --on standalone --loop exact --seconds 3600 --gap 7 --results build/chaos
-    python scripts/storm_picture.py [benchmarks/results/chaos-soak.json [docs/images/storm.png]]
+    python -m tests.storms.chaos --on standalone --loop exact --seconds 3600 --gap 7 --results build/chaos
+    python scripts/storm_picture.py [tests/storms/results/chaos-soak.json [docs/images/storm.png]]
 
 `tests/unit/test_pages.py` does not compare the picture with the JSON: draw it anew when that file changes.
 """
@@ -21,7 +21,7 @@ STEPS, WORKERS, FAULTS, GREY = "#3b82c4", "#6b8e9f", "#d64545", "#888888"
 
 
 def draw(storm: dict[str, Any]) -> Figure:
-    """Draw one storm of a document of `benchmarks/chaos.py`."""
+    """Draw one storm of a document of `tests/storms/chaos.py`."""
     course = storm["course"]
     minutes = [at / 60 for at, _, _ in course]
     steps = [count for _, count, _ in course]
@@ -51,7 +51,7 @@ def draw(storm: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "benchmarks/results/chaos-soak.json"
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "tests/storms/results/chaos-soak.json"
     target = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "docs/images/storm.png"
     document = json.loads(source.read_text())
     draw(document["raw"]["storms"][0]).savefig(target, dpi=110)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic import moved
-
 if TYPE_CHECKING:
     from spark_elastic import errors
     from spark_elastic.data.materialization import materialize
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from spark_elastic.trackers.tensorboard import TensorBoardCallback
 
 __version__ = "0.2.0"
-
-moved.install()
 
 __all__ = [
     "BatchReader",

@@ -30,18 +30,22 @@ _QUERY = re.compile(
     rf"(?P<name>[?&;#](?:[^=&;#\s'\"]*(?:{_NAMES}|pass|auth|x-amz-|x-goog-)[^=&;#\s'\"]*|key|sig|sas|code)=)[^&;#\s'\"]+",
     re.IGNORECASE,
 )
+_ORACLE = re.compile(r"(?P<name>\bjdbc:oracle:\w+:)[^\s/@:]{1,200}/\S{1,200}@", re.IGNORECASE)
+"""`jdbc:oracle:thin:user/password@host`, whose password has no name and no `//` before it."""
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?<![\w.-])[\w.-]*(?:{_NAMES}){_SUFFIX}(?:=|['\"]\s*:\s*)|\bauthorization\b['\"]?\s*[:=]\s*['\"]?\w+ )"
-    r"(?!\*{3}|None\b|True\b|False\b)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;'\"(){}\[\]&]+)",
+    rf"(?P<name>(?<![\w.-])[\w.-]*(?:{_NAMES}){_SUFFIX}(?:=|['\"]\s*:\s*|:[ \t]+)"
+    rf"|(?<![\w.-])--[\w.-]*(?:{_NAMES}){_SUFFIX}[ \t]+(?!-)|\bauthorization\b['\"]?\s*[:=]\s*['\"]?\w+ )"
+    r"(?!\*{3}|(?:None|True|False|str|bytes|int)\b)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s,;'\"(){}\[\]&]+)",
     re.IGNORECASE,
 )
-"""`AccountKey=...;` in a connection string, `password=...`, `"token": "..."`; not `max_tokens=100`."""
+"""`AccountKey=...;`, `password=...`, `PASSWORD: ...`, `--password ...`, `"token": "..."`; not `max_tokens=100`."""
 
 
 def redacted(text: object) -> str:
     """Return a text with `***` in place of the credentials in its addresses, queries and connection strings."""
     text = _USERINFO.sub(_without_user, str(text)) if "://" in str(text) else str(text)
-    if "=" in text or ":" in text:
+    if "=" in text or ":" in text or "--" in text:
+        text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
         text = _QUERY.sub(rf"\g<name>{MARK}", text)
         text = _ASSIGNED.sub(rf"\g<name>{MARK}", text)
     return text

@@ -13,9 +13,8 @@ from typing import Any
 
 from spark_elastic.cli.options import pair
 from spark_elastic.cli.submission import connect_session, spark_session
-from spark_elastic.diagnostics.examination import Examination
+from spark_elastic.diagnostics.examination import Examination, installed_version
 from spark_elastic.diagnostics.findings import PROBLEM, Finding
-from spark_elastic.diagnostics.probe import installed_version, start_thread
 from spark_elastic.driver.preflight import check_java, first_line
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
 from spark_elastic.wire.ports import valid_ports
@@ -73,21 +72,21 @@ def doctor(argv: Sequence[str]) -> int:
     """Run the command ``doctor`` with the arguments that follow it. Returns the exit code."""
     options = _parser().parse_args(argv)
     try:
-        driver_port, agent_ports = (
-            None if value is None else valid_ports(name, value)
-            for name, value in (("--driver-port", options.driver_port), ("--agent-ports", options.agent_ports))
-        )
+        for name, value in (("--driver-port", options.driver_port), ("--agent-ports", options.agent_ports)):
+            if value is not None:
+                valid_ports(name, value)
     except InvalidSettingsError as error:
         _parser().error(str(error))
     examination = Examination(
         options.timeout,
         num_proc=options.num_proc,
         store=options.store,
-        driver_port=driver_port,
-        agent_ports=agent_ports,
+        driver_port=options.driver_port,
+        agent_ports=options.agent_ports,
     )
     opened, over = threading.Event(), threading.Event()
-    looking = start_thread(_look, examination, options, opened, over)
+    looking = threading.Thread(target=_look, args=(examination, options, opened, over), daemon=True)
+    looking.start()
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
         problem = f"no session on {_where(options)} within {options.timeout:.0f} s"
         examination.check_without_spark(problem, "check that the master answers there; Spark says more on stderr")
@@ -141,7 +140,7 @@ def _where(options: argparse.Namespace) -> str:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="spark-elastic doctor",
-        description="Look at a cluster with a short Spark job, and say what is wrong and how to mend it.",
+        description="Look at a cluster with a short job, and say what is wrong and how to mend it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -153,9 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--store", default=None, metavar="URL", help="storage for the data of estimators")
     made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers of the planned job")
     made.add_argument(
-        "--driver-port", default=None, metavar="PORTS", help="of the planned job; the doctor listens there"
+        "--driver-port", default=None, metavar="PORTS", help="of the planned job; the doctor's job listens there"
     )
-    made.add_argument("--agent-ports", default=None, metavar="PORTS", help="of the planned job; its tasks listen there")
+    made.add_argument("--agent-ports", default=None, metavar="PORTS", help="of the planned job, likewise")
     limit = "limit for all checks (default: 120)"
     made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help=limit)
     made.add_argument("--json", action="store_true", help="print the report as JSON")

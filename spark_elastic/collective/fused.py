@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -37,8 +37,6 @@ from spark_elastic.errors import HorovodInternalError
 BUCKET_BYTES = 25 << 20
 """The size at which a bucket is full. Buckets are filled in the usual order of backward: last layer first."""
 FIRST_BUCKET_BYTES = 1 << 20
-_BLOCK = 1 << 16
-"""Elements that are rounded at a time: they stay in the processor's cache until their error is known."""
 
 
 class Bucket:
@@ -60,9 +58,6 @@ class Bucket:
             that number, which is never 0.
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
-        error: what rounding for the wire took off this member's gradients of the steps before, in the order of `flat`;
-            None without error feedback. It is added to the gradients that are sent next, see `_feed_back`; for a
-            parameter without one it is kept. Buckets for the same gradients can share it.
     """
 
     def __init__(
@@ -97,21 +92,9 @@ class Bucket:
         """The indices of the gradients that this member did not give."""
         self._before = 1.0
         self.after = 1.0
-        self.error = self.flat.new_zeros(sum(sizes)) if self._has_error_feedback() else None
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._sent_shape = torch.Size()
-
-    def _has_error_feedback(self) -> bool:
-        compression, dtype = self.compression, self.flat.dtype
-        if not (issubclass(compression, CastCompressor) and compression.error_feedback and dtype.is_floating_point):
-            return False
-        return torch.finfo(dtype).eps < torch.finfo(compression.dtype).eps  # others are not rounded
-
-    def forget_error(self) -> None:
-        """Begin error feedback anew: after a step that failed, in another world, or with other parameters."""
-        if self.error is not None:
-            self.error.zero_()
 
     def scale(self, op: ReduceOp, predivide: float, size: int) -> None:
         """Set the factors to multiply gradients by before and after the sum."""
@@ -176,53 +159,12 @@ class Bucket:
         if issubclass(self.compression, CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
-            if self.error is None:
-                return self._wire.copy_(self.flat)
-            return self._feed_back(self.error, self._wire)
+            return self._wire.copy_(self.flat)
         end = self._starts[-1]
         sent, self._context = self.compression.compress(self.flat[:end])
         self._sent_shape = sent.shape
         self._wire = torch.cat([sent.reshape(-1), self.flat[end:].to(sent)])
         return self._wire
-
-    def _feed_back(self, error: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
-        """Add the error to the gradients in `flat`, round `flat` into `wire`, and keep what rounding takes off.
-
-        A parameter without a gradient keeps its error for a later step: sending it would move the parameter. What is
-        added to a number is at most twice what rounding can take off that number, and the rest is dropped. So a
-        gradient of 0 is sent as 0, and a huge one that was never applied, or applied clipped, leaves no trace.
-        """
-        end = error.numel()
-        wire[end:].copy_(self.flat[end:])
-        if any(source is None for source in self._sources):
-            wire[:end].zero_()
-        on_host = self.flat.device.type == "cpu"
-        block = _BLOCK if on_host else end
-        most = self.flat.new_empty(min(block, end))
-        least = torch.empty_like(most)
-        precision = torch.finfo(wire.dtype).eps  # twice the largest relative error of rounding
-        for start, stop in self._given_ranges():
-            for first in range(start, stop, block):
-                part = slice(first, min(first + block, stop))
-                values, left = self.flat[part], error[part]
-                limit = torch.abs(values, out=most[: len(values)]).mul_(precision)
-                left.clamp_(torch.neg(limit, out=least[: len(values)]), limit)
-                sent = wire[part].copy_(values.add_(left))
-                torch.sub(values, sent, out=left)
-                # an infinite gradient would stay in it; on a GPU it would take longer to ask than to do it
-                if not on_host or not torch.isfinite(left.sum()):
-                    left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return wire
-
-    def _given_ranges(self) -> list[list[int]]:
-        """Return the ranges [start, stop] of `flat` with gradients; those of neighbours are one range."""
-        ranges: list[list[int]] = []
-        for source, (start, stop) in zip(self._sources, pairwise(self._starts), strict=True):
-            if source is not None and ranges and ranges[-1][1] == start:
-                ranges[-1][1] = stop
-            elif source is not None:
-                ranges.append([start, stop])
-        return ranges
 
     def unpack(self) -> None:
         """Decompress the received values into `flat`."""
@@ -322,9 +264,6 @@ def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
 
-on_reduction: list[Callable[[], None]] = []
-"""Functions to call when a step's gradients are computed, before they are sent; loops count their steps with it."""
-
 
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
@@ -365,8 +304,6 @@ class FusedReduction:
         self._agreed_on: GlooGroup | None = None
         """The group whose members were found to have the same plan."""
         self._sets: list[list[Bucket]] = []
-        self._errors: list[torch.Tensor | None] = []
-        """The `error` of each bucket; all sets share it."""
         self._parts: list[list[int]] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -380,8 +317,6 @@ class FusedReduction:
         Raises:
             HorovodInternalError: a peer is gone. Nothing was changed.
         """
-        for begins in on_reduction:
-            begins()
         try:
             group = self._process_set.group() if self._process_set.included() else None
             if group is None:
@@ -390,9 +325,8 @@ class FusedReduction:
                 results = list(tensors)
             else:
                 results = self._reduce(group, tensors, scalars)
-        except HorovodInternalError as error:
-            self._sets, self._errors = [], []  # what is in flight keeps its own
-            error.in_reduction = True
+        except HorovodInternalError:
+            self._sets = []  # what is in flight keeps its own
             raise
         self.completed += 1
         return results
@@ -403,9 +337,6 @@ class FusedReduction:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:
             self._agree(group)
-            for error in self._errors:
-                if error is not None:
-                    error.zero_()
         buckets = self._free_buckets(tensors)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
@@ -449,7 +380,7 @@ class FusedReduction:
         # the flag and the numbers are in the last bucket, which has the most precise type
         parts.sort(key=lambda part: torch.finfo(tensors[part[0]].dtype).bits)
         self._kinds, self._piggyback_width, self._parts = kinds, width, parts
-        self._sets, self._errors = [], []
+        self._sets = []
         self._agreed_on = None
 
     def _agree(self, group: GlooGroup) -> None:
@@ -480,9 +411,6 @@ class FusedReduction:
         ]
         for bucket in buckets:
             bucket.uses = _uses(bucket)
-        self._errors = self._errors or [bucket.error for bucket in buckets]
-        for bucket, error in zip(buckets, self._errors, strict=True):
-            bucket.error = error
         if len(self._sets) < _KEPT:
             self._sets.append(buckets)
         return buckets
@@ -548,12 +476,7 @@ def sum_over_group(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
     """Sum `numbers`, float64, over the members, in place, and return them.
 
     Raises:
-        HorovodInternalError: a peer is gone. The error has `in_reduction` set, as after a failed reduction of
-            gradients: the present step has not changed any parameter yet.
+        HorovodInternalError: a peer is gone.
     """
-    try:
-        group.wait(group.allreduce(numbers, Sum.gloo))
-    except HorovodInternalError as error:
-        error.in_reduction = True
-        raise
+    group.wait(group.allreduce(numbers, Sum.gloo))
     return numbers

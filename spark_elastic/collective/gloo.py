@@ -5,22 +5,24 @@ It is not the default group of `torch.distributed`, so users may have groups of 
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
-from spark_elastic.collective import devices, gloo_addresses
+from spark_elastic.collective import devices
 from spark_elastic.collective.gloo_shutdown import (
     GRACE_S,
     GroupSockets,
@@ -32,11 +34,9 @@ from spark_elastic.collective.gloo_shutdown import (
     leave_behind,
     open_sockets,
 )
-from spark_elastic.collective.joining import FOREVER_S, STALL_S, CollectiveLog
-from spark_elastic.collective.late_connection import LateConnection
+from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.wire.messages import Endpoint
 from spark_elastic.wire.worker_link import WorkerLink
 
 Fill = Callable[[torch.Tensor, int], None]
@@ -110,55 +110,55 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         return [self._values[key] for key in keys]
 
 
-class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
-    """The store through which the members of one group exchange their addresses: one message of each to the driver.
+def compact(address: bytes) -> str:
+    """Return an address of Gloo as text. It has a number of 8 bytes for each member, and these grow by one.
 
-    Gloo has each member set a value with a number for each peer, and reads the values of all peers one by one. Those
-    numbers follow from the first of them, so a member sends what `gloo_addresses.describe` makes of its value, and the
-    driver sends all of them to each member. Gloo then reads what `gloo_addresses.restore` makes of those.
+    So the differences between bytes that are 8 apart are mostly zeros, and few of them are left after compression.
+    """
+    differences = np.frombuffer(address, np.uint8).copy()
+    differences[8:] -= differences[:-8].copy()
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode()
+
+
+def restore(text: str) -> bytes:
+    """Return the address that `compact` has made the text of."""
+    differences = zlib.decompress(base64.b64decode(text))
+    rows = np.frombuffer(differences + bytes(-len(differences) % 8), np.uint8).reshape(-1, 8)
+    return rows.cumsum(axis=0, dtype=np.uint8).tobytes()[: len(differences)]
+
+
+class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
+    """The store through which the members of one group exchange their addresses.
+
+    Each member sends its own to the driver, which answers all of them with one table once it has all addresses.
 
     Args:
         link: the connection to the driver.
         round, name: identify the group.
         rank: this process's rank in the group.
         size: the number of members.
-        address: the address that this process's device was made for.
         kind, note: what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
-        patient: wait for the others until the round is over; False: for `CONNECT_TIMEOUT_S`.
     """
 
-    def __init__(
-        self,
-        link: WorkerLink,
-        round: int,
-        name: str,
-        rank: int,
-        size: int,
-        address: str,
-        kind: str,
-        note: str,
-        patient: bool,
-    ) -> None:
+    def __init__(self, link: WorkerLink, round: int, name: str, rank: int, size: int, kind: str, note: str) -> None:
         super().__init__()
         self._link = link
         self._round, self._name, self._rank, self._size = round, name, rank, size
-        self._address, self._kind, self._note = address, kind, note
-        self._timeout_s = FOREVER_S if patient else CONNECT_TIMEOUT_S
+        self._kind, self._note = kind, note
         self._own = ""
         self.kinds: list[str] = []
         self.notes: list[str] = []
         self.addresses: list[bytes] = []
-        """The members' values, by rank; empty before they were exchanged."""
+        """The members' addresses, by rank; empty before they were exchanged."""
         self.error: BaseException | None = None
         """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
 
     def set(self, key: str, value: Any) -> None:
-        address = gloo_addresses.describe(bytes(value), self._address)
-        self._own = json.dumps([self._kind, self._note, address])
+        self._own = json.dumps([self._kind, self._note, compact(bytes(value))])
 
     def get(self, key: str) -> bytes:
         self._exchange()
-        return self.addresses[int(key.removeprefix(_key("")))]
+        return self.addresses[int(key.removeprefix("0/"))]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._exchange()
@@ -173,42 +173,13 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
         if self.addresses:
             return
         try:
-            values = self._link.gather(self._round, self._name, self._rank, self._size, self._own, self._timeout_s)
+            found = self._link.gather(self._round, self._name, self._rank, self._size, self._own, CONNECT_TIMEOUT_S)
         except BaseException as error:
             self.error = error
             raise
-        found = [json.loads(value) for value in values]
-        self.kinds, self.notes = [kind for kind, _, _ in found], [note for _, note, _ in found]
-        self.addresses = [gloo_addresses.restore(address, self._size) for _, _, address in found]
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What the members of a group know of one another before they connect.
-
-    Attributes:
-        host: the host's name, as Gloo announces it.
-        endpoints: where they listen, by rank.
-        shared_memory: the announcements of the members on this host, by rank; see `shared_memory.Offer`.
-        before: the inodes of the sockets that were open before any of them could connect.
-    """
-
-    host: bytes
-    endpoints: Sequence[Endpoint]
-    shared_memory: Sequence[bytes]
-    before: Collection[int]
-
-    def addresses(self) -> list[bytes]:
-        """Return the members' addresses as Gloo would announce them for the next group of their listeners."""
-        size = len(self.endpoints)
-        return [
-            gloo_addresses.write(self.host, each.address, each.port, range(each.first, each.first + size))
-            for each in self.endpoints
-        ]
-
-    def among(self, ranks: Sequence[int]) -> Introduction:
-        """Return the introduction of a group of some of the members, the next one that their listeners serve."""
-        return replace(self, endpoints=[self.endpoints[rank] for rank in ranks])
+        table = [json.loads(each) for each in found]
+        self.kinds, self.notes = [kind for kind, _, _ in table], [note for _, note, _ in table]
+        self.addresses = [restore(address) for _, _, address in table]
 
 
 class GlooGroup:
@@ -250,17 +221,10 @@ class GlooGroup:
         self._in_flight = InFlight()
         self._failure: BaseException | None = None
         self._sockets: GroupSockets | None = None
-        self._late: LateConnection | None = None
-        self._late_device: Any = None
-        """The device through which the late connection is being made; None before and after."""
         self.pg: ProcessGroupGloo | None = None
 
-    def connect(self, introduction: Introduction | None = None) -> None:
+    def connect(self) -> None:
         """Connect all members to one another; all of them call this.
-
-        Args:
-            introduction: what the members know of one another; None: they ask the driver for it. It is the same for
-                all of them.
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
@@ -268,7 +232,9 @@ class GlooGroup:
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
-        threading.Thread(target=self._connect, args=(introduction,), name="spark-elastic-connect", daemon=True).start()
+        kind = "gpu" if devices.may_use_gpu(devices.device_setting(), devices.device_info()) else "cpu"
+        store = AddressExchange(self._link, self.round, self.name, self.rank, self.size, kind, self.note)
+        threading.Thread(target=self._connect, args=(store,), name="spark-elastic-connect", daemon=True).start()
         of_another: Exception | None = None
         try:
             self.negotiation.serve_begun(self._over.is_set)
@@ -290,36 +256,19 @@ class GlooGroup:
             raise of_another
         _groups.add(self)
 
-    def connect_late(self) -> None:
-        """Let the first collective connect the members to one another; all of them call this, and it does not wait."""
-        self._late = LateConnection(self._connect_late, self._launch_now)
-        _groups.add(self)
-
-    def _connect_late(self) -> None:
-        self._connect(None, late=True)
-        failure, self._failure = self._failure, None
-        if failure is None and not self._abandoned:
-            with self._lock:
-                self._late_device = None
-            return
-        self._give_up_late_device()
-        raise HorovodInternalError(
-            f"the members of round {self.round} could not be connected: {self._why or failure}"
-        ) from failure
-
-    def _connect(self, introduction: Introduction | None, late: bool = False) -> None:
+    def _connect(self, store: AddressExchange) -> None:
         pg: ProcessGroupGloo | None = None
         sockets: GroupSockets | None = None
         failure: BaseException | None = None
         try:
-            if introduction is not None:
-                pg, sockets = self._introduced(introduction)
-            else:
-                pg, sockets = self._exchanged(late)
+            before = frozenset(open_sockets().values())
+            pg = ProcessGroupGloo(store, self.rank, self.size, _options(self._addresses[self.rank]))
+            sockets = GroupSockets(before, set(self._addresses), store.addresses)
+            self.kinds, self.notes = set(store.kinds), store.notes
             timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * self._link.stall_timeout_s)  # so that the driver acts first
             pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
         except BaseException as error:  # raised in the thread that waits
-            failure = error
+            failure = store.error or error
         with self._lock:
             if self._abandoned:
                 # No shutdown: this thread may come here late, and some of the sockets may be those of the next world,
@@ -330,68 +279,12 @@ class GlooGroup:
                 self.pg, self._sockets, self._failure = pg, sockets, failure
         self._over.set()
 
-    def _introduced(self, introduction: Introduction) -> tuple[ProcessGroupGloo, GroupSockets]:
-        """Connect to members whose addresses are known."""
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        addresses = introduction.addresses()
-        for rank, value in enumerate(addresses):
-            if rank != self.rank:
-                store.set(_key(rank), value)  # type: ignore[arg-type]  # bytes are taken, too
-        pg = ProcessGroupGloo(store, self.rank, self.size, gloo_options(self._addresses[self.rank]))
-        sockets = GroupSockets(introduction.before, set(self._addresses), addresses)
-        self.learn_from(introduction)
-        return pg, sockets
-
-    def learn_from(self, introduction: Introduction) -> None:
-        """Set what all members know of one another, without the need of a connection."""
-        self.kinds = {endpoint.kind for endpoint in introduction.endpoints}
-        self.notes = [endpoint.note for endpoint in introduction.endpoints]
-
-    def _exchanged(self, late: bool) -> tuple[ProcessGroupGloo, GroupSockets]:
-        """Exchange the members' addresses through the driver, and connect to them.
-
-        Args:
-            late: wait for the others until the round is over, and use a listener that no other group uses meanwhile.
-        """
-        may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
-        address = self._addresses[self.rank]
-        kind = "gpu" if may else "cpu"
-        store = AddressExchange(
-            self._link, self.round, self.name, self.rank, self.size, address, kind, self.note, patient=late
-        )
-        try:
-            before = frozenset(open_sockets().values())
-            pg = ProcessGroupGloo(store, self.rank, self.size, self._options(address, late))
-            sockets = GroupSockets(before, set(self._addresses), store.addresses)
-        except BaseException as error:
-            raise store.error or error from None
-        self.kinds, self.notes = set(store.kinds), store.notes
-        return pg, sockets
-
-    def _options(self, address: str, late: bool) -> Any:
-        if not late:
-            return gloo_options(address)
-        with self._lock:  # so that a cut finds the device, or prevents that it is used
-            if self._why is not None:
-                raise HorovodInternalError(f"round {self.round} is over: {self._why}")
-            options = gloo_options(address, late)
-            self._late_device = _devices[address, True]
-        return options
-
-    def _give_up_late_device(self) -> None:
-        """Let the next late connection use another device if this group's thread may still be using its own."""
-        with self._lock:
-            device, self._late_device = self._late_device, None
-        if device is not None and _devices.get((self._addresses[self.rank], True)) is device:
-            give_up_device(self._addresses[self.rank], late=True)
-
     def cut(self, why: str) -> None:
         """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
         with self._lock:
             if self._why is None:
                 self._why = why
         self._over.set()
-        self._end_late()
         if self._sockets is not None:
             self._sockets.shutdown()
         self._cut_at = min(self._cut_at, clock.monotonic())
@@ -520,20 +413,11 @@ class GlooGroup:
     def _launch(self, name: str, *args: Any) -> Any:
         self.check_alive()
         try:
-            work = self._launch_now(name, *args) if self._late is None else self._late.launch(name, *args)
+            work = getattr(self.pg, name)(*args)
         except Exception as error:
             raise self.translate(error) from error
         self._in_flight.add(work)
         return work
-
-    def _launch_now(self, name: str, *args: Any) -> dist.Work:
-        work: dist.Work = getattr(self.pg, name)(*args)
-        return work
-
-    def _end_late(self) -> None:
-        if self._late is not None:
-            self._late.end(HorovodInternalError(f"round {self.round} is over: {self._why}"))
-            self._give_up_late_device()
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
@@ -541,7 +425,6 @@ class GlooGroup:
             if self._why is None:
                 self._why = "the group was closed"
         self.negotiation.close()
-        self._end_late()
         with self._lock:
             self._abandoned = True  # a thread that still connects frees what it has made
             pg, self.pg = self.pg, None
@@ -567,61 +450,26 @@ class GlooGroup:
 
 
 _groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
-_devices: dict[tuple[str, bool], Any] = {}
-"""Gloo's devices by the address that they listen at, and by use: True: for late connections, which may be made at the
-same time as others. Each has a listener, and a thread for all its connections."""
+_devices: dict[str, Any] = {}
+"""Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
 
 
-_next: dict[str, tuple[gloo_addresses.GlooListener, int]] = {}
-"""What `next_connection` has found; valid until a group uses the device."""
-
-
-def next_connection(address: str) -> tuple[gloo_addresses.GlooListener, int]:
-    """Return where this process listens at that address, and the number of its next group's first connection.
-
-    Raises:
-        UnknownLayoutError: Gloo's addresses cannot be read.
-        RuntimeError: Gloo cannot listen there.
-    """
-    if address not in _next:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        ProcessGroupGloo(store, 0, 1, gloo_options(address))  # a world of one: it shows what Gloo announces
-        listener = gloo_addresses.read(bytes(store.get(_key(0))), address)
-        _next[address] = listener, listener.numbers[-1] + 1
-    return _next[address]
-
-
-def gloo_options(address: str, late: bool = False) -> Any:
-    """Return the options of a group that listens at that address, on this process's device there.
-
-    Args:
-        address: the address.
-        late: use the device for late connections. At most one group of a process connects through it at a time, and no
-            group connects through the other one from two threads, so that `GroupSockets` can tell their connections.
-    """
-    if not late:
-        _next.pop(address, None)
-    if (address, late) not in _devices:
-        _devices[address, late] = ProcessGroupGloo.create_device(hostname=address)
+def _options(address: str) -> Any:
+    """Return the options of a group that listens at that address, on this process's device there."""
+    if address not in _devices:
+        _devices[address] = ProcessGroupGloo.create_device(hostname=address)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_devices[address, late]]
+    options._devices = [_devices[address]]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 2
     return options
 
 
-def give_up_device(address: str, late: bool = False) -> None:
+def give_up_device(address: str) -> None:
     """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
-    if not late:
-        _next.pop(address, None)
-    device = _devices.pop((address, late), None)
+    device = _devices.pop(address, None)
     if device is not None:
         graveyard.bury(device)
-
-
-def _key(rank: int | str) -> str:
-    """Return the key under which Gloo looks for a member's address."""
-    return f"0/{rank}"
 
 
 def _close_all_in_child() -> None:
@@ -629,7 +477,6 @@ def _close_all_in_child() -> None:
     for thing in (*graveyard.forget_in_child(), *_devices.values()):
         keep_for_ever(thing)
     _devices.clear()
-    _next.clear()
     for group in list(_groups):
         group._close_in_child()
 

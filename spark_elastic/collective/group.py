@@ -9,34 +9,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spark_elastic import clock
 from spark_elastic.collective.calls import as_bytes
 from spark_elastic.collective.combining import combinable
-from spark_elastic.collective.devices import GLOO
-from spark_elastic.collective.gloo import (
-    CONNECT_TIMEOUT_S,
-    Fill,
-    GlooGroup,
-    Introduction,
-    LinkStore,
-)
+from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S
-from spark_elastic.collective.late_connection import LateWork
-from spark_elastic.collective.shared_memory import HostPeers, Offer, OwnSegment, find_peers
+from spark_elastic.collective.shared_memory import find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SharedMemoryReducer,
     SharedWork,
     SpinWait,
-    agree_on_host,
 )
-from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
-
-_CHECK_S = 20e-3
-"""The time to wait for a connection before this member looks again whether the others of its host are alive."""
 
 
 # --- host staging: collectives on tensors of a GPU through copies in this host's memory ------------------
@@ -83,61 +69,26 @@ class Group(GlooGroup):
         self._shared: SharedMemoryReducer | None = None
         self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), STALL_S)
 
-    def connect(self, introduction: Introduction | None = None, offer: Offer | None = None) -> None:
-        """Connect all members to one another; see `GlooGroup.connect`.
-
-        Members that know of one another and share memory are not connected through Gloo before they need it.
-
-        Args:
-            introduction: see there.
-            offer: this member's shared memory, which is taken or freed; None: it is made now.
-        """
+    def connect(self) -> None:
+        """Connect all members to one another; see `GlooGroup.connect`. Then find those that can share memory."""
         try:
-            if introduction is None:
-                super().connect()
-                if self._may_share_memory([]):
-                    self._shared = self._share_memory(None, offer)
-            else:
-                self.learn_from(introduction)
-                shares = self._may_share_memory([endpoint.shares for endpoint in introduction.endpoints])
-                if shares:
-                    self._shared = self._share_memory(introduction, offer)
-                if self._shared is not None:
-                    self.connect_late()
-                else:
-                    super().connect(introduction)
+            super().connect()
+            if self._may_share_memory():
+                self._shared = self._share_memory()
         except BaseException:
             self.close()
             raise
-        finally:
-            if offer is not None:
-                offer.close()
 
-    def _may_share_memory(self, settings: Sequence[str]) -> bool:
-        """Return True if all members could share memory, on one host; `settings` are theirs, if they are known."""
+    def _may_share_memory(self) -> bool:
+        """Return True if all members could share memory, on one host; the answer is the same on all of them."""
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return False
-        return self.size > 1 and len(set(self._hosts)) == 1 and set(settings) != {GLOO}
+        return self.size > 1 and len(set(self._hosts)) == 1
 
-    def _share_memory(self, introduction: Introduction | None, offer: Offer | None) -> SharedMemoryReducer | None:
+    def _share_memory(self) -> SharedMemoryReducer | None:
         """Find the other members' memory; return None, on all members alike, if that fails."""
-        deadline = clock.monotonic() + CONNECT_TIMEOUT_S
-
-        def check() -> None:
-            self.check_alive()
-            if clock.monotonic() > deadline:
-                raise HorovodInternalError(f"the members of round {self.round} have not met within the time limit")
-
-        meeting = SpinWait(check, self.report_stall)
-
-        def agree(peers: HostPeers | None, segment: OwnSegment | None) -> bool:
-            return agree_on_host(peers, segment, self.round, meeting)
-
-        announcements = () if introduction is None else introduction.shared_memory
-        offer = offer or Offer(self._link)
-        together = None if introduction is None else agree
-        found = find_peers(self, self._link, offer, announcements, together)
+        found = find_peers(self, self._link)
         if found is None:
             return None
         return SharedMemoryReducer(found, self.round, SpinWait(self.check_alive, self.report_stall))
@@ -195,28 +146,7 @@ class Group(GlooGroup):
             assert self._shared is not None
             self._shared.wait(work)
             return
-        if isinstance(work, LateWork):
-            self._await_connection(work)
         super().wait(work)
-
-    def _await_connection(self, work: LateWork) -> None:
-        """Wait until a collective is launched.
-
-        Raises:
-            HorovodInternalError: a member of this host is gone, whose death no connection tells of yet.
-        """
-        assert self._shared is not None
-        assert self._late is not None
-        stall_at, stalled = clock.monotonic() + STALL_S, False
-        try:
-            while not work.has_begun(_CHECK_S):
-                self._late.check(work, self._shared.check_peers)
-                if not stalled and clock.monotonic() >= stall_at:
-                    stalled = True
-                    self.report_stall(True)
-        finally:
-            if stalled:
-                self.report_stall(False)
 
     def cut(self, why: str) -> None:
         super().cut(why)

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.collective.gloo import give_up_device
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.joining import FOREVER_S
-from spark_elastic.collective.standby import Standby
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import Member
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition, WorkerLink, loops
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink, loops
 
 if TYPE_CHECKING:
     from spark_elastic.collective.process_sets import ProcessSet
@@ -71,11 +69,6 @@ class Process:
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
         self._cut: tuple[int, str] = (0, "")
-        standby: Standby | None = getattr(self, "_standby", None)
-        if standby is not None:
-            standby.close()
-        self._standby: Standby | None = None
-        """What was made for the next world; None: nothing, or a world has taken it."""
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
@@ -93,7 +86,6 @@ class Process:
             self._place(Position())
             return
         self.link.on_cut(self._on_cut)
-        self.link.prepare_with(self._prepare)
         answer = self.link.join_at_init()
         if loops.waits_for_loop and not isinstance(answer, ProvisionalPosition):
             self._take_position(answer)  # that world is over; the loop joins the next
@@ -130,23 +122,6 @@ class Process:
         self.updates_handled = max(self.updates_handled, assignment.updates_seen)
         self.group("global")
         loops.joined()
-
-    def _prepare(self, address: str) -> Preparation | None:
-        """Make what the members of the next world will need; None if that is not possible here."""
-        before, self._standby = self._standby, None
-        if before is not None:  # no world has come for it, or none that was connected
-            before.close()
-            give_up_device(before.endpoint.address)
-        assert self.link is not None
-        sets = [chosen for chosen in self.sets.values() if not chosen.ends_with_world]
-        if any(chosen.is_rule for chosen in sets):  # their ranks depend on the size of the world
-            return None
-        try:
-            self._standby = Standby(self.link, address, _in_words(chosen.ranks for chosen in sets))
-        except (RuntimeError, ValueError) as error:
-            log.info("this worker exchanges addresses when it knows its world: %s", error)
-            return None
-        return self._standby.preparation
 
     def _take_position(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
@@ -189,7 +164,6 @@ class Process:
         self.leave()
         if self.link is not None:
             self.link.on_cut(None)
-            self.link.prepare_with(None)
         self._reset()
 
     # --- sets of chosen ranks -----------------------------------------------------------------
@@ -323,28 +297,18 @@ class Process:
         self._connections[name] = round, times
         group = Group(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses, hosts)
         group.world_ranks = [member.rank for member in members]
-        standby: Standby | None = None
         if name == "global":
-            group.note = _in_words(self._ranks_of_sets())
-            standby, self._standby = self._standby, None
+            group.note = "; ".join(map(str, self._ranks_of_sets()))
         self._groups[name] = group
         try:
             if self._cut[0] >= round:  # checked here: later cuts find the group in `_groups`
                 raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
             if name != "global":
                 _wait_for_all(self.link, group)
-            if standby is None:
-                group.connect()
-            else:  # the world knows only the first endpoint that this process had for it
-                group.connect(standby.introduction(assignment) if times == 1 else None, standby.offer)
+            group.connect()
         except BaseException:
             self._groups.pop(name, None)
-            if standby is not None:
-                give_up_device(standby.endpoint.address)
             raise
-        finally:
-            if standby is not None:
-                standby.close()
         return group
 
     def _on_cut(self, round: int, why: str) -> None:
@@ -361,11 +325,6 @@ def _members_of(name: str, assignment: Assignment, me: Member) -> list[Member]:
     if name == "cross":
         return [member for member in members if member.local_rank == me.local_rank]
     return list(members)
-
-
-def _in_words(sets: Iterable[list[int]]) -> str:
-    """Return the text about process sets that has to be the same on all ranks."""
-    return "; ".join(map(str, sets))
 
 
 _SET = "set "

@@ -44,11 +44,6 @@ class ProcessSet:
         """The given rank numbers; for a rule, its ranks in the present world."""
         return list(self._ranks if self._rule is None else _checked(self._rule(process.require().size)))
 
-    @property
-    def is_rule(self) -> bool:
-        """True if the ranks are given as a function of the world's size."""
-        return self._rule is not None
-
     def _members(self) -> list[int]:
         """Return the ranks of the set that exist in the present world.
 

@@ -168,8 +168,6 @@ class CastCompressor(Compressor):
     """Sends floating point tensors as `dtype`, others as they are. The context is the original type, or None."""
 
     dtype: torch.dtype
-    error_feedback = False
-    """Optimizers add what rounding takes off this member's gradients to those of the next step; see `fused.Bucket`."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
@@ -202,24 +200,12 @@ class BF16Compressor(CastCompressor):
     dtype = torch.bfloat16
 
 
-class BF16ErrorFeedbackCompressor(BF16Compressor):
-    """Sends gradients as bfloat16; what that takes off this member's is sent with its next step ("error feedback").
-
-    What is added to a number is at most 1/128 of it. It is for optimizers, which keep as many bytes more as the
-    gradients have, and for tapes in a `tf.function`. Single tensors are sent as with `BF16Compressor`, because nothing
-    comes after them. The sum over the members is rounded to bfloat16 in each step, without feedback.
-    """
-
-    error_feedback = True
-
-
 class Compression:
     """The compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    bf16_error_feedback = BF16ErrorFeedbackCompressor
 
 
 def compressed_sum_scaling(

@@ -44,7 +44,6 @@ import torch
 from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.errors import UsageError
-from spark_elastic.wire.messages import SHARED_MEMORY_BYTES
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
@@ -138,8 +137,6 @@ CONSUMED = 128 // 8
 """The count of chunks that this member has read from all segments."""
 LEFT = 192 // 8
 """Not 0: this member has left the round and will send no more chunks."""
-MET = 256 // 8
-"""The member's answer: whether it has found all others; see `agree_on_host`."""
 TABLE = _TABLE_AT // 8
 
 
@@ -193,7 +190,7 @@ class OwnSegment(Mapping):
 
     def begin(self, round: int) -> None:
         """Set the counters to the first count of the round."""
-        for counter in (ARRIVED, CONSUMED, MET):
+        for counter in (ARRIVED, CONSUMED):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
@@ -208,7 +205,7 @@ class OwnSegment(Mapping):
             return
         fence()
         self.counters[LEFT] = 1
-        for counter in (ARRIVED, CONSUMED, MET):
+        for counter in (ARRIVED, CONSUMED):
             futex_wake(self.counter_address(counter))
         self.close()
 
@@ -317,110 +314,79 @@ class _Announcement(NamedTuple):
     nonce: bytes
 
 
-_ANNOUNCEMENT = struct.Struct("<QQ16x32s")
-assert _ANNOUNCEMENT.size == SHARED_MEMORY_BYTES
+_ANNOUNCEMENT = struct.Struct("<QQ32s")
 _warned = False
 _LOSS_IS_KNOWN_S = 5.0
 """The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
 
 
-class Offer:
-    """This member's segment for its next world, made before that world is known, and what the others have to know.
-
-    Args:
-        link: derives the key of the job.
-
-    Raises:
-        InvalidSettingsError: the setting for the way of reduction is not valid.
-    """
-
-    def __init__(self, link: WorkerLink) -> None:
-        self.setting = reduction_setting()
-        self.segment: OwnSegment | None = None
-        self.why = ""
-        """The reason why there is no segment."""
-        self.announcement = _ANNOUNCEMENT.pack(0, 0, bytes(32))
-        """What the members on this host have to know."""
-        if self.setting == GLOO:
-            self.why = f"{REDUCTION_SETTING}=gloo"
-        elif not FUTEX_AVAILABLE:
-            self.why = f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
-        else:
-            try:
-                self.segment = OwnSegment()
-            except (OSError, AttributeError, ValueError) as error:
-                self.why = f"no memory to share could be made: {error}"
-        if self.segment is not None:
-            nonce = os.urandom(32)
-            self.segment.identify(_identity(link.derive_key("shared memory"), nonce))
-            self.announcement = _ANNOUNCEMENT.pack(os.getpid(), self.segment.descriptor, nonce)
-
-    def close(self) -> None:
-        """Free the segment, unless it was taken."""
-        segment, self.segment = self.segment, None
-        if segment is not None:
-            segment.close()
-
-
-def find_peers(
-    group: GlooGroup,
-    link: WorkerLink,
-    offer: Offer,
-    announcements: Sequence[bytes] = (),
-    agree: Callable[[HostPeers | None, OwnSegment | None], bool] | None = None,
-) -> HostPeers | None:
+def find_peers(group: GlooGroup, link: WorkerLink) -> HostPeers | None:
     """Open the segments of the group's members, all on this host; return None if any of them cannot.
 
     All members of the group call this together, and all of them get peers or all get None.
 
     Args:
-        group: the group; it is connected, unless `announcements` and `agree` are given.
+        group: the group; it is connected.
         link: derives the key of the job.
-        offer: this member's segment, which is taken or freed.
-        announcements: the members' announcements, by rank, if they are known.
-        agree: returns True, on all members alike, if all of them have found their peers. It gets the peers, if this
-            member has found them, and this member's segment, if it has one. None: the members agree through Gloo.
 
     Raises:
         HorovodInternalError: a peer is gone.
+        InvalidSettingsError: the setting for the way of reduction is not valid.
         UsageError: the setting demands shared memory, which is impossible here.
     """
+    key, setting = link.derive_key("shared memory"), reduction_setting()
+    own, why = _make_segment(setting)
     found: HostPeers | None = None
-    why = offer.why
     try:
-        if not announcements:
-            announcements = group.exchange(offer.announcement, serve=True)
-        if offer.segment is not None:
-            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announcements]
-            offer.segment.begin(group.round)
+        announced = group.exchange(_announce(own, key), serve=True)
+        if own is not None:
+            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announced]
+            own.begin(group.round)
             try:
-                peers = _open_peers(link.derive_key("shared memory"), group.rank, others)
+                peers = _open_peers(key, group.rank, others)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
             else:
-                found = HostPeers(offer.segment, group.rank, peers)
-                offer.segment = None
-        if agree is None:
-            agreed = all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True))
-        else:
-            agreed = agree(found, offer.segment if found is None else found.own)
-        if agreed:
+                found, own = HostPeers(own, group.rank, peers), None
+        if all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True)):
             return found
     except BaseException:
         if found is not None:
             found.close()
         raise
     finally:
-        offer.close()
+        if own is not None:
+            own.close()
     if found is not None:
         found.close()
     why = why or "another worker cannot"
-    if offer.setting == SHARED:
+    if setting == SHARED:
         group.check_alive_for(_LOSS_IS_KNOWN_S)  # nor can the memory of a worker be opened that has just died
         raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
-    if offer.setting == AUTO:
+    if setting == AUTO:
         _warn(why)
     return None
+
+
+def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
+    """Return a new segment; or None, and the reason why there is none."""
+    if setting == GLOO:
+        return None, f"{REDUCTION_SETTING}=gloo"
+    if not FUTEX_AVAILABLE:
+        return None, f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
+    try:
+        return OwnSegment(), ""
+    except (OSError, AttributeError, ValueError) as error:
+        return None, f"no memory to share could be made: {error}"
+
+
+def _announce(segment: OwnSegment | None, key: bytes) -> bytes:
+    """Write this member's identity into its segment, and return how the others find that."""
+    if segment is None:
+        return bytes(_ANNOUNCEMENT.size)
+    nonce = os.urandom(32)
+    segment.identify(_identity(key, nonce))
+    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, nonce)
 
 
 def first_count(round: int) -> int:

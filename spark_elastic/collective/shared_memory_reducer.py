@@ -25,12 +25,10 @@ from spark_elastic.collective.shared_memory import (
     CONSUMED,
     DEPTH,
     LEFT,
-    MET,
     SMALL_BYTES,
     TABLE,
     HostPeers,
     Mapping,
-    OwnSegment,
     Peer,
     SlotPool,
     fence,
@@ -159,36 +157,6 @@ class SpinWait:
             futex_wake(self._asleep_on)
 
 
-_FOUND, _FAILED = 1, 2
-"""The answers in the counter `MET`, above the first count of the round."""
-
-
-def agree_on_host(found: HostPeers | None, segment: OwnSegment | None, round: int, wait: SpinWait) -> bool:
-    """Return True, on all members of this host alike, if each of them has found all others.
-
-    Every member writes its answer into its own segment. A member whose segment the others cannot open needs no answer:
-    they have not found it.
-
-    Args:
-        found: the peers, if this member has found all of them.
-        segment: this member's segment, if it has one.
-        round: the round of their group.
-        wait: waits for peers.
-
-    Raises:
-        HorovodInternalError: a peer is gone, or the round is over.
-    """
-    if segment is not None:
-        segment.announce(MET, first_count(round) + (_FAILED if found is None else _FOUND))
-    return found is not None and all(_answer(peer, round, wait) for peer in found.peers)
-
-
-def _answer(peer: Peer, round: int, wait: SpinWait) -> bool:
-    due = first_count(round) + _FOUND
-    wait.until(peer, MET, due)
-    return bool(peer.counters[MET] == due)
-
-
 # --- reducing ---------------------------------------------------------------------------------------
 
 _WINDOW = 8
@@ -260,18 +228,6 @@ class SharedMemoryReducer:
         while self._consumed < end and self._next_is_ready():
             self._read_next()
         return self._consumed >= end
-
-    def check_peers(self) -> None:
-        """Check that all members of this host are in the round.
-
-        Raises:
-            HorovodInternalError: one has left or died.
-        """
-        for peer in self._peers:
-            if peer.counters[LEFT]:
-                raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
-            if peer.is_dead():
-                raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
 
     def interrupt(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""

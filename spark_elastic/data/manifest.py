@@ -43,11 +43,10 @@ def seal(document: Mapping[str, Any]) -> bytes:
     return json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=1).encode()
 
 
-def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
-    """Decode a document of `seal`, and return it without its checksum; earlier versions wrote none.
+def unseal(text: bytes) -> dict[str, Any]:
+    """Decode a document of `seal`, and return it without its checksum.
 
-    Raise ValueError if it is not JSON, not an object, or not what was written. `known` are the fields that it may have:
-    an unknown field could be a checksum whose name was damaged.
+    Raise ValueError if it is not JSON, not an object, or not what was written.
     """
     try:
         document = json.loads(text)
@@ -55,16 +54,13 @@ def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"its JSON is a {type(document).__name__}, not an object")
-    if CHECKSUM in document:
-        expected = document.pop(CHECKSUM)
-        try:
-            found = _checksum(document)
-        except RecursionError as error:
-            raise ValueError(f"its fields are nested too deep: {error}") from error
-        if found != expected:
-            raise ValueError(f"its fields have the checksum {found}, and {CHECKSUM} says {expected!r:.40}")
-    if unknown := sorted(document.keys() - known):
-        raise ValueError(f"it has a field {unknown[0]!r:.40}, which this version of the package does not know")
+    expected = document.pop(CHECKSUM, None)
+    try:
+        found = _checksum(document)
+    except RecursionError as error:
+        raise ValueError(f"its fields are nested too deep: {error}") from error
+    if found != expected:
+        raise ValueError(f"its fields have the checksum {found}, and {CHECKSUM} says {expected!r:.40}")
     return document
 
 
@@ -257,7 +253,6 @@ class Shard:
 
 _SHARD_HAS = frozenset(each.name for each in fields(Shard))
 _SHARD_NEEDS = frozenset(each.name for each in fields(Shard) if each.default is MISSING)
-_FIELDS = frozenset(("format", "version", "key", "layout", "splits", "about"))
 _FILE = re.compile(r"[^/\0][^\0]{0,500}")
 
 
@@ -311,7 +306,7 @@ class Manifest:
 
         Raise ValueError, with the wrong field's name, if it is no manifest, incomplete, changed, or of another version.
         """
-        document = unseal(text, _FIELDS)
+        document = unseal(text)
         if document.get("format") != FORMAT:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
         if document.get("version") != FORMAT_VERSION:

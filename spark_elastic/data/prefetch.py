@@ -187,8 +187,8 @@ class ReadAhead:
         self._ends = np.empty(0, np.int64)
         """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
 
-    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int, ranks: int = 1) -> None:
-        """Wait until a rank's positions `start`..`stop` of an order can be gathered, or those of several from it on.
+    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
+        """Wait until a rank's positions `start`..`stop` of an order can be gathered.
 
         Raises Stopped if `stop` was called.
 
@@ -204,7 +204,7 @@ class ReadAhead:
                 self._source.preload(self._stopping)
             self._order = order
         else:
-            self._prepare_windows(order, start, stop, order.owned(rank, size, ranks))
+            self._prepare_windows(order, start, stop, order.owned(rank, size))
 
     def _prepare_windows(self, order: WindowedShuffle, start: int, stop: int, owned: tuple[int, int]) -> None:
         if order is not self._order or owned != self._owned:

@@ -48,7 +48,6 @@ class Batch:
         global_rows: Rows of all ranks together.
         start: The position in the epoch's order at which the global batch starts.
         stop: The position at which it ends, and from which to resume after the batch was applied.
-        parts: The rows of each rank that this process reads for, one rank's after another's; see `set_parts`.
     """
 
     tensors: Mapping[str, Any]
@@ -56,44 +55,23 @@ class Batch:
     global_rows: int
     start: int
     stop: int
-    parts: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
 
 
-def _split(
-    tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int], parts: Sequence[tuple[int, ...]]
-) -> Iterator[Batch]:
+def _split(tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int]) -> Iterator[Batch]:
     """Divide rows that were gathered together into batches.
 
-    `edges` are the positions between the global batches, `counts` this rank's rows of each, and `parts` their
-    `Batch.parts`. At its end the generator refers to no rows any more, so their buffer can be used again.
+    `edges` are the positions between the global batches, and `counts` this rank's rows of each. At its end the
+    generator refers to no rows any more, so their buffer can be used again.
     """
     start, first = edges[0], 0
-    for stop, count, of_ranks in zip(edges[1:], counts, parts, strict=True):
+    for stop, count in zip(edges[1:], counts, strict=True):
         last = first + count
         rows = {name: values[first:last] for name, values in tensors.items()}
-        yield Batch(rows, count, stop - start, start, stop, of_ranks)
+        yield Batch(rows, count, stop - start, start, stop)
         start, first = stop, last
-
-
-def _take_parts(
-    orders: Sequence[Order], edges: Sequence[int], rank: int, size: int
-) -> tuple[Indices, list[int], list[tuple[int, ...]]]:
-    """Return the rows of the ranks from `rank` on, as many as there are orders, batch by batch.
-
-    Returns:
-        The rows, the number of rows in each batch, and these numbers for each rank.
-    """
-    taken = [order.take(edges, rank + number, size) for number, order in enumerate(orders)]
-    parts = list(zip(*(counts for _, counts in taken), strict=True)) or [()] * (len(edges) - 1)
-    pieces, at = [np.empty(0, np.int64)], [0] * len(taken)
-    for counts in parts:
-        for number, count in enumerate(counts):
-            pieces.append(taken[number][0][at[number] : at[number] + count])
-            at[number] += count
-    return np.concatenate(pieces), list(map(sum, parts)), parts
 
 
 def resolve_order(
@@ -204,25 +182,15 @@ class BatchReader:
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
-        at_once = None if shuffle else self._group_size(self.batch_size, size, 1)[0] * self.batch_size
+        at_once = None if shuffle else self._group_size(self.batch_size, size)[0] * self.batch_size
         self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes, at_once)
 
     def set_world(self, rank: int, size: int) -> None:
         """Be rank `rank` of `size` from the next batch on. To be called between batches."""
         if not 0 <= rank < size:
             raise InvalidSettingsError(f"rank must be from 0 to {size - 1} with size={size}, not {rank}")
-        self._set_world(rank, size, 1)
-
-    def set_parts(self, parts: range, count: int) -> None:
-        """Read these of `count` parts of each global batch from the next batch on; there may be none of them.
-
-        The part with number `i` has the rows of rank `i` of `count`. To be called between batches.
-        """
-        self._set_world(parts.start, count, len(parts))
-
-    def _set_world(self, rank: int, size: int, ranks: int) -> None:
         self.rank, self.size = rank, size
-        self._world = (rank, size, ranks)
+        self._world = (rank, size)
 
     def preload(self) -> None:
         """Read all rows if the order needs all at once. Otherwise the first batch would wait for that."""
@@ -294,7 +262,7 @@ class BatchReader:
         """Return the groups, gathered by a thread unless `prefetch` is 0."""
         if not self._prefetch:
             return groups()
-        group_batches, group_rows = self._group_size(batch_size, self.size, self._world[2])
+        group_batches, group_rows = self._group_size(batch_size, self.size)
         wanted = -(-self._prefetch // group_batches)
         if group_batches > 1:  # with one group, the thread waits for the consumer before it begins the next one
             wanted = max(2, wanted)
@@ -303,44 +271,39 @@ class BatchReader:
         self._running.add(started)
         return started
 
-    def _group_size(self, batch_size: int, size: int, ranks: int) -> tuple[int, int]:
-        """Return the global batches of a group, and the rows of so many ranks in them."""
-        mine = max(1, -(-batch_size * ranks // size))
+    def _group_size(self, batch_size: int, size: int) -> tuple[int, int]:
+        """Return the global batches of a group, and the rows of one rank in them."""
+        mine = max(1, -(-batch_size // size))
         batches = max(1, min(_GROUP_ROWS, _GROUP_BYTES // self._row_bytes) // mine)
         return batches, batches * mine
 
     def _groups(
-        self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int, ranks: int
+        self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int
     ) -> Iterator[Iterator[Batch]]:
-        orders = [self._order_of(epoch) for _ in range(ranks)]
+        order = self._order_of(epoch)
         windows = self._order_of(epoch)  # another one, for the other thread
-        group_batches, group_rows = self._group_size(batch_size, size, ranks)
+        group_batches, group_rows = self._group_size(batch_size, size)
         planned = max(1, _PLANNED_ROWS // group_rows) * group_batches * batch_size
 
-        def plans() -> Iterator[tuple[list[int], Indices, Indices, list[int], list[tuple[int, ...]]]]:
+        def plans() -> Iterator[tuple[list[int], Indices, Indices, list[int]]]:
             for begin in range(position, self.rows, planned):
                 edges = [*range(begin, min(begin + planned, self.rows), batch_size), min(begin + planned, self.rows)]
-                if ranks == 1:
-                    numbers, counts = orders[0].take(edges, rank, size)
-                    parts: list[tuple[int, ...]] = [(count,) for count in counts]
-                else:
-                    numbers, counts, parts = _take_parts(orders, edges, rank, size)
+                numbers, counts = order.take(edges, rank, size)
                 if not self.shuffle:
                     numbers = self._files.numbering.in_file_order(numbers)
-                yield edges, numbers, self._files.rows.places(numbers), counts, parts
+                yield edges, numbers, self._files.rows.places(numbers), counts
 
         # on its own thread, the time to compute the order and the places is hidden behind the time to gather
         planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
         try:
-            for edges, numbers, places, counts, parts in planning or plans():
+            for edges, numbers, places, counts in planning or plans():
                 done = 0
                 for first in range(0, len(counts), group_batches):
                     part = counts[first : first + group_batches]
                     bounds = edges[first : first + group_batches + 1]
-                    ahead.prepare(windows, bounds[0], bounds[-1], rank, size, ranks)
-                    of_ranks = parts[first : first + group_batches]
+                    ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
                     rows = slice(done, done + sum(part))
-                    yield _split(self._gathered(numbers[rows], places[rows]), bounds, part, of_ranks)
+                    yield _split(self._gathered(numbers[rows], places[rows]), bounds, part)
                     done = rows.stop
         except Stopped:
             return

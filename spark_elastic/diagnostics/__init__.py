@@ -1,11 +1,11 @@
 """The doctor: checks whether a cluster is fit for training, and says what to do where it is not.
 
-`examination` orders the checks. `probe` is the source that runs on executors, `probe_server` the driver's side of it.
-`findings` and `between_machines` make findings of the facts.
+`examination` runs the checks, which try what jobs use with a job; `findings` has what they return.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,16 +29,16 @@ def doctor(
 ) -> Report:
     """Check this machine, the Spark session and its executors; report problems with their remedies.
 
-    Runs one short Spark job with a task for each slot, in which executors connect to the driver and to one another,
-    write files, tell their time and import torch.
+    Runs a job of one all-reduce, whose workers tell their versions and their time, and a Spark job in which the
+    executors and the driver read each other's files in the store.
 
     Args:
         spark: a SparkSession or SparkContext. Default: the active one.
         store: the folder or URI in which estimators are to keep their data; default: theirs, a temporary folder.
         storage_options: for `store`, as in estimators.
-        num_proc: workers that are to train.
-        driver_port: as in `run`; the doctor listens there.
-        agent_ports: as in `run`; its tasks listen there.
+        num_proc: workers that are to train, and of the job. Default: one for each slot, at most 32.
+        driver_port: as in `run`.
+        agent_ports: as in `run`.
         timeout: seconds for the whole check-up, even if Spark or an executor hangs.
 
     Returns:
@@ -48,19 +48,21 @@ def doctor(
         InvalidSettingsError: `num_proc`, a port or `timeout` is out of range.
     """
     from spark_elastic.diagnostics.examination import Examination
-    from spark_elastic.diagnostics.probe import start_thread
 
     if num_proc is not None:
         num_proc = whole_number("num_proc", num_proc, at_least=1)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 1 <= timeout <= 3600:
         raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {timeout!r}")
+    for name, value in (("driver_port", driver_port), ("agent_ports", agent_ports)):
+        if value is not None:
+            valid_ports(name, value)
     examination = Examination(
         timeout,
         num_proc=num_proc,
         store=store,
         storage_options=storage_options,
-        driver_port=None if driver_port is None else valid_ports("driver_port", driver_port),
-        agent_ports=None if agent_ports is None else valid_ports("agent_ports", agent_ports),
+        driver_port=driver_port,
+        agent_ports=agent_ports,
     )
 
     def examine() -> None:
@@ -68,7 +70,8 @@ def doctor(
         examination.check_cluster(spark)
 
     # on a thread: a hanging JVM answers none of the calls that have no timeout
-    thread = start_thread(examine)
+    thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
+    thread.start()
     thread.join(timeout + 2.0)
     if thread.is_alive():
         fix = "Spark's driver JVM may hang: look at its thread dump (jstack) and log"

@@ -1,59 +1,54 @@
-"""One check-up: the order of the checks within one deadline. An error in a check becomes a finding."""
+"""One check-up: what jobs use is tried as jobs use it, within one deadline. An error of a check becomes a finding."""
 
 from __future__ import annotations
 
-import contextlib
+import os
+import platform
+import re
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from importlib import metadata
 from typing import Any
 
 from spark_elastic import clock
-from spark_elastic.data.store import Store
-from spark_elastic.diagnostics import between_machines, findings
-from spark_elastic.diagnostics.clusters import Cluster, ProbeJob, cluster_of
-from spark_elastic.diagnostics.findings import PROBLEM, WARNING, Finding, Report
-from spark_elastic.diagnostics.probe import ProbeReport, collect_facts, start_thread
-from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer, probe_task
-from spark_elastic.driver.preflight import check_spark, session_ports
-from spark_elastic.errors import PortsTakenError
-from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.ports import Ports
+from spark_elastic.data.spark_connect import is_connect, setting_of
+from spark_elastic.data.spark_console import close_connection
+from spark_elastic.data.store import Store, ensure_shared
+from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
+from spark_elastic.driver.preflight import check_java, check_spark
+from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
+from spark_elastic.jobs.backends import backend_of
+from spark_elastic.jobs.run import run_async
+from spark_elastic.jobs.settings import RunSettings
+from spark_elastic.membership.reasons import counted
 
-MOST_PROBES = 256
-"""On a cluster with more slots, only this many are examined."""
-_PACKAGE = "spark_elastic"
-_FAREWELL_S = 3.0
-"""The part of the time limit that is reserved for ending the probes' job."""
+MOST_WORKERS = 32
+"""Workers of the job that is tried if `num_proc` is not given."""
+SKEW_WARNING_S = 1.0
+SKEW_PROBLEM_S = 60.0
+OLDEST_TORCH = (2, 6)
+_FAREWELL_S = 6.0
+"""The part of the time limit that is reserved for ending the job."""
+_PACKAGES = ("spark-elastic", "torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "keras")
 
 
 @dataclass(eq=False)
 class Examination:
-    """One check-up of a driver and its cluster."""
+    """One check-up of a driver and its cluster. The settings are those of `doctor`."""
 
     timeout_s: float
-    """The time limit for all checks together."""
     _: KW_ONLY
     num_proc: int | None = None
-    """Workers that are to train."""
     store: Any = None
-    """Where estimators are to keep their data."""
     storage_options: Mapping[str, Any] | None = None
-    wall: Callable[[], float] = clock.wall
-    """Reads the driver's clock, in seconds since the epoch."""
-    driver_port: Ports | None = None
-    """Ports of the driver that jobs are to use; None: those of the session. The doctor listens there too."""
-    agent_ports: Ports | None = None
-    """Ports of the agents, likewise."""
-    with_torch: bool = True
-    """True to import torch on executors, which takes seconds."""
+    driver_port: int | str | None = None
+    agent_ports: int | str | None = None
 
     def __post_init__(self) -> None:
         self._began = clock.monotonic()
-        self._until = self._began + self.timeout_s
         self._findings: list[Finding] = []
-        self._driver: dict[str, Any] = {}
-        """The driver's own facts, as a probe reports them."""
-        self._probes_wanted = 0
 
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
@@ -61,153 +56,237 @@ class Examination:
     def add(self, finding: Finding) -> None:
         self._findings.append(finding)
 
-    def _check(self, name: str, check: Callable[..., Finding | Sequence[Finding] | None], *args: Any) -> None:
-        """Add the findings of `check(*args)`; an exception becomes a warning and does not stop the other checks."""
+    def _check(self, name: str, check: Callable[..., Finding], *args: Any) -> None:
+        """Add the finding of `check(*args)`; an exception becomes a problem and does not stop the other checks."""
         try:
-            found = check(*args)
+            self.add(check(*args))
         except Exception as error:
-            says = f"this could not be looked at: {type(error).__name__}: {error}"
-            found = Finding(name, WARNING, says, "see to the other findings first, then run the doctor again")
-        self._findings += [found] if isinstance(found, Finding) else found or []
+            told = isinstance(error, SparkElasticError)
+            says = str(error) if told else f"this could not be looked at: {type(error).__name__}: {error}"
+            self.add(Finding(name, PROBLEM, says, f"docs/errors.md has {type(error).__name__}" if told else _OTHERS))
 
-    def _left(self, most_s: float) -> float:
-        """Return the seconds that a step may take before the deadline, at most `most_s`."""
-        return max(min(most_s, self._until - _FAREWELL_S - clock.monotonic()), 0.1)
+    def _left_s(self) -> float:
+        """Return the seconds that the job may take."""
+        return max(self.timeout_s - _FAREWELL_S - (clock.monotonic() - self._began), 1.0)
 
     # --- this machine -----------------------------------------------------------------------------
 
     def check_driver(self) -> None:
         """Check the driver's Python, without Spark."""
-        self._driver = collect_facts(-1, _PACKAGE)
-        self._check("packages", findings.judge_driver_packages, self._driver)
+        self._check("packages", judge_driver, platform.python_version(), installed_packages())
 
     def check_without_spark(self, problem: str, fix: str) -> None:
         """Run the checks that need no session, and report the problem for which there is no session."""
-        self._check("java", findings.judge_java_here)
+        self._check("java", _java_here)
         self.add(Finding("Spark", PROBLEM, problem, fix))
-        self._check_limits([], self.num_proc or 1)
-        if self.store is not None:
-            self._check("storage", self._check_storage, None, [])
-
-    def _check_limits(self, probes: Sequence[ConnectedProbe], slots: int) -> None:
-        reports = {between_machines.DRIVER: self._driver, **{probe.name: probe.report for probe in probes}}
-        self._check("limits", findings.judge_limits, reports, slots)
 
     # --- the cluster ------------------------------------------------------------------------------
 
     def check_cluster(self, spark: Any) -> None:
-        """Check a session, and the executors that it has or gets."""
+        """Check a session and its executors with a job, and the store."""
         try:
-            cluster = cluster_of(check_spark(spark))
+            context = check_spark(spark)
         except Exception as error:
             self.check_without_spark(str(error), "change the session as the line above says")
             return
         try:
-            self._check("java", cluster.java)
-            self._check("Spark", cluster.spark)
-            self._check("task slots", self._check_slots, cluster)
-            if self._probes_wanted > 0:
-                self._run_probes(cluster, self._probes_wanted)
-            else:
-                self._check_limits([], self.num_proc or 1)
+            self._check("java", _java_of, context)
+            self._check("Spark", _spark_of, context)
+            self._check("task slots", self._check_slots, context)
+            if self._width > 0:
+                self._check("workers", self._check_job, context)
+            self._check("storage", self._check_store, context)
         finally:
-            cluster.close()
+            if not is_connect(context):
+                close_connection(context)
 
-    def _check_slots(self, cluster: Cluster) -> Finding:
-        found, wanted = cluster.slots(self.num_proc, MOST_PROBES)
-        self._probes_wanted = min(wanted, MOST_PROBES)
-        return found
+    _width = 0
+    """Workers of the job that is tried."""
 
-    def _run_probes(self, cluster: Cluster, wanted: int) -> None:
-        bind, addresses = cluster.listen_at()
-        key = new_key()
-        driver_port = self.driver_port or session_ports(cluster.context, "driver_port")
-        agent_ports = self.agent_ports or session_ports(cluster.context, "agent_ports")
+    def _check_slots(self, context: Any) -> Finding:
+        self._width = self.num_proc or 0
+        dynamic = setting_of(context, "spark.dynamicAllocation.enabled") == "true"
         try:
-            listening = ProbeServer(bind, key, driver_port)
-        except (OSError, PortsTakenError) as error:
-            fix = "jobs of this driver would fail in the same way; end the job that runs, or change driver_port"
-            self.add(Finding("ports", PROBLEM, f"the driver cannot listen: {error}", fix))
-            self._check_limits([], wanted)
-            return
-        with contextlib.closing(listening) as server:
-            order = {
-                "addresses": [(address, server.port) for address in addresses],
-                "key": key,
-                "seconds": self.timeout_s,
-                "connect_s": min(5.0, self.timeout_s / 6),
-                "agent_ports": tuple(agent_ports),
-            }
-            job = cluster.run_probes(wanted, probe_task(order, _PACKAGE))
-            try:
-                self._check_probes(cluster, server, job, wanted)
-                reports = [probe.report for probe in server.probes]
-                if reports:
-                    self._check("ports", between_machines.judge_ports, reports, driver_port, agent_ports)
-            finally:
-                server.close()
-                if not job.over.wait(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1)):
-                    start_thread(job.cancel, 1.0).join(2.0)  # on a thread: a hanging JVM does not answer
-                connected = {probe.number for probe in server.probes}
-                unconnected = [report for report in job.reports() if report["number"] not in connected]
-                self._findings += between_machines.judge_executors_to_driver(unconnected, cluster)
+            now = backend_of(RunSettings(spark=context)).slots()
+        except InvalidSettingsError as error:
+            level = WARNING if dynamic or self.num_proc else PROBLEM
+            return Finding("task slots", level, error.message, "add executors, or name num_proc here and in jobs")
+        need = self.num_proc or 1
+        facts = {"total": now, "needed": self.num_proc, "dynamic_allocation": dynamic}
+        says = f"{counted(now, 'task slot')}, busy or not"
+        if now < need and not dynamic:
+            self._width = now
+            fix = f"add executors or cores, or lower num_proc to {now}; each slot takes "
+            fix += f"spark.task.cpus={setting_of(context, 'spark.task.cpus', '1')} cores"
+            return Finding("task slots", PROBLEM, f"{says}; {need} are needed", fix, facts)
+        self._width = self.num_proc or min(now, MOST_WORKERS)
+        return Finding("task slots", OK, says + ("; dynamic allocation may add some" if dynamic else ""), facts=facts)
 
-    def _check_probes(self, cluster: Cluster, server: ProbeServer, job: ProbeJob, wanted: int) -> None:
-        began = clock.monotonic()
-        server.wait_for(wanted, self._left(self.timeout_s / 2), job.over)
-        waited = clock.monotonic() - began
-        probes = server.probes
-        reports = [probe.report for probe in probes]
-        first = {probe.report["executor"]: probe for probe in reversed(probes)}
-        one_each = list(first.values())[::-1]
-        """The first probe of each executor."""
-        expected = cluster.executors()
-        error = job.why_failed()
-        ran_unconnected = job.over.is_set() and error is None and not probes
-        if not ran_unconnected:  # the finding "executors → driver" names the probes that ran and did not connect
-            self._check("executors", findings.judge_executors, reports, expected, wanted, waited, error)
-        if not probes:
-            self._check_limits([], wanted)
-            return
-        of_executors = [probe.report for probe in one_each]
-        self._check("package on executors", findings.judge_executor_packages, self._driver, of_executors)
-        self._check("executors → driver", between_machines.judge_executors_to_driver, reports, cluster)
-        same_host = {report["hostname"] for report in of_executors} == {self._driver["hostname"]}
-        self._check("driver → executors", between_machines.check_from_driver, one_each, same_host, self._left(5.0))
-        self._check("executors ↔ executors", between_machines.check_executors, server, one_each, self._left(5.0))
-        self._check("storage", self._check_storage, server, one_each)
-        self._check("clocks", between_machines.check_clocks, one_each, self.wall, self._left(5.0))
-        self._check("shared memory", between_machines.check_shared_memory, probes, self._left(5.0))
-        self._check_limits(one_each, wanted)
-        self._check_torch(cluster, server, one_each, reports)  # last, because it takes longest
+    def _check_job(self, context: Any) -> Finding:
+        """Run a job of one all-reduce; judge what its workers say about themselves."""
+        began = clock.wall()
+        job = run_async(
+            look_around,
+            num_proc=self._width,
+            min_num_proc=self._width,
+            spark=context,
+            driver_port=self.driver_port,
+            agent_ports=self.agent_ports,
+            start_timeout=self._left_s(),
+            verbose=0,
+        )
+        try:
+            reports = job.result(self._left_s())
+        except TimeoutError:
+            status = job.status()
+            says = f"the job is not done after {clock.wall() - began:.0f} s: {status.phase}; {status.waiting_for}"
+            return Finding("workers", PROBLEM, says, "the executors' logs say more (stderr in Spark's UI)")
+        finally:
+            if not job.done():
+                job.cancel("the doctor's time is over", 3.0)
+        ended = clock.wall()
+        self._check("versions", judge_versions, platform.python_version(), installed_packages(), reports)
+        clocks = {f"rank {rank} on {report['host']}": report["clock"] for rank, report in enumerate(reports)}
+        self._check("clocks", judge_clocks, clocks, began, ended)
+        hosts = sorted({report["host"] for report in reports})
+        says = f"{counted(len(reports), 'worker')} on {', '.join(hosts[:5])} reached the driver and one another; "
+        says += f"torch sees {max(report['gpus'] for report in reports)} GPUs in each"
+        return Finding("workers", OK, f"{says}; {ended - began:.1f} s", facts={"reports": reports})
 
-    def _check_torch(
-        self,
-        cluster: Cluster,
-        server: ProbeServer,
-        one_each: Sequence[ConnectedProbe],
-        reports: Sequence[ProbeReport],
-    ) -> None:
-        wait_s = self._left(60.0)
-        questions = {
-            probe: ("torch", {"gpus": probe.report["gpus"], "timeout_s": max(wait_s - 1.0, 0.1)})
-            for probe in one_each
-            if self.with_torch and "torch" in probe.report["packages"]
-        }
-        answers = {probe.name: answer for probe, answer in server.ask(questions, wait_s).items()}
-        if answers:
-            self._check("torch on executors", findings.judge_torch, answers)
-        amount = cluster.setting("spark.task.resource.gpu.amount")
-        self._check("GPUs", findings.judge_gpus, amount, reports, answers)
-
-    def _check_storage(
-        self, server: ProbeServer | None, probes: Sequence[ConnectedProbe]
-    ) -> Finding | Sequence[Finding]:
+    def _check_store(self, context: Any) -> Finding:
         store = Store.create(self.store, self.storage_options)
-        machines = {probe.machine for probe in probes}
-        if self.store is None and len(machines) > 1:
-            says = f"no store was named, and {len(machines)} machines do not share their temporary folders"
-            fix = "name one here and in estimators, store=...: a mounted folder, s3://, gs://, abfss://, hdfs://, dbfs:"
-            return Finding("storage", WARNING, says, fix)
-        url = str(store.local_path()) if store.is_local else store.address
-        return between_machines.check_storage(server, probes, url, self.storage_options, self._left(20.0))
+        try:
+            ensure_shared(store, context)
+        except SparkElasticError as error:
+            if self.store is not None:
+                raise
+            fix = "name a store here and in estimators (store=...): a mounted folder, s3://, gs://, abfss://, hdfs://"
+            return Finding("storage", WARNING, f"no store was named, and {error}", fix)
+        return Finding("storage", OK, f"the driver and the executors see each other's files in {store.url}")
+
+
+_OTHERS = "see to the other findings first, then run the doctor again"
+
+
+def look_around() -> dict[str, Any]:
+    """Return the facts about this worker, after an all-reduce with the others. Runs in workers."""
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="spark_elastic doctor")
+    return {
+        "clock": clock.wall(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": installed_packages(),
+        "gpus": torch.cuda.device_count(),
+    }
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the versions of those packages that matter here and are installed."""
+    found = {name: installed_version(name) for name in _PACKAGES}
+    found["tensorflow"] = found["tensorflow"] or installed_version("tensorflow-cpu")
+    return {name: version for name, version in found.items() if version is not None}
+
+
+# --- judgements ---------------------------------------------------------------------------------------
+
+
+def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
+    """Judge the packages of the driver."""
+    facts = {"python": python, "packages": dict(packages)}
+    says = f"Python {python}, " + ", ".join(f"{name} {version}" for name, version in packages.items())
+    if _release(packages.get("torch", "0")) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        says = f"{says}; torch {oldest} or newer is needed"
+        return Finding("packages", PROBLEM, says, f"pip install 'torch>={oldest}'", facts)
+    lacking = [name for name in ("pyspark", "pandas", "pyarrow") if name not in packages]
+    if lacking:
+        says = f"{says}; {' and '.join(lacking)} not installed here: estimators need all three, run only pyspark"
+        level = PROBLEM if "pyspark" in lacking else WARNING
+        return Finding("packages", level, says, "pip install 'spark-elastic[spark]'", facts)
+    return Finding("packages", OK, says, facts=facts)
+
+
+def judge_versions(python: str, packages: Mapping[str, str], reports: Sequence[Mapping[str, Any]]) -> Finding:
+    """Compare Python and the packages of workers with those of the driver."""
+    own = {"python": python, **packages}
+    differ: dict[str, str] = {}
+    for report in reports:
+        theirs = {"python": report["python"], **report["packages"]}
+        for name, version in own.items():
+            other = theirs.get(name)
+            if other is None or _release(other) != _release(version):
+                differ.setdefault(name, f"{name} is {other or 'missing'} on {report['host']} and {version} here")
+    facts = {"driver": own, "workers": [dict(report["packages"]) for report in reports]}
+    if not differ:
+        return Finding("versions", OK, "Python and the packages of workers are those of the driver", facts=facts)
+    level = PROBLEM if "spark-elastic" in differ else WARNING
+    fix = f"use one environment for the driver and all executors ({reports[0]['executable']} there)"
+    return Finding("versions", level, "; ".join(differ.values()), fix, facts)
+
+
+def judge_clocks(clocks: Mapping[str, float], began: float, ended: float) -> Finding:
+    """Compare the clocks of workers after an all-reduce with one another, and with the time that it can have been.
+
+    Args:
+        clocks: The time that each worker has told, in seconds since the epoch.
+        began: The driver's time before the job.
+        ended: The driver's time after it.
+    """
+    middle = sorted(clocks.values())[len(clocks) // 2]
+    off = {
+        name: max(abs(at - middle), began - at, at - ended, 0.0) for name, at in clocks.items()
+    }  # of the two, what is known better: workers leave the all-reduce within milliseconds
+    name, worst = max(off.items(), key=lambda each: each[1])
+    facts = {"off_s": off}
+    if worst < SKEW_WARNING_S:
+        return Finding("clocks", OK, f"the workers' clocks agree within {worst * 1000:.0f} ms", facts=facts)
+    level = PROBLEM if worst >= SKEW_PROBLEM_S else WARNING
+    fix = "let NTP or chrony set the clocks of all machines: logs and checkpoints are compared by time"
+    return Finding("clocks", level, f"the clock of {name} is off by {worst:.1f} s", fix, facts)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor version: (2, 6) for "2.6.0+cpu"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+# --- Java and the session -----------------------------------------------------------------------------
+
+
+def _java_here() -> Finding:
+    """Find the Java that a new session on this machine would start with."""
+    try:
+        path = check_java()
+    except JavaNotFoundError as error:
+        says, _, fix = str(error).partition(". ")
+        return Finding("java", PROBLEM, says, fix or "install Java 17 or newer, or let JAVA_HOME name one")
+    return Finding("java", OK, f"{path}; JAVA_HOME is {os.environ.get('JAVA_HOME') or 'not set'}")
+
+
+def _java_of(context: Any) -> Finding:
+    if is_connect(context):
+        return Finding("java", OK, "the JVM is the Spark Connect server's; it is not seen from here")
+    jvm: Any = context._jvm
+    version, home = (str(jvm.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
+    return Finding("java", OK, f"Java {version} at {home}", facts={"version": version, "home": home})
+
+
+def _spark_of(context: Any) -> Finding:
+    if is_connect(context):
+        return Finding("Spark", OK, f"Spark {context.version} through Spark Connect")
+    facts = {"version": context.version, "master": context.master, "application": context.applicationId}
+    return Finding("Spark", OK, f"Spark {context.version} on {context.master}, {context.applicationId}", facts=facts)

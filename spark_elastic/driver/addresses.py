@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +37,6 @@ class AddressBook:
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
-        self._on_host: defaultdict[str, dict[AgentId, None]] = defaultdict(dict)
-        """The agents by host, oldest first."""
         self._reached: set[str] = set()
         """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
@@ -57,7 +54,6 @@ class AddressBook:
         if hello.ports_taken:
             raise PortsTakenError(hello.ports_taken, setting="agent_ports", host=hello.place.host)
         self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
-        self._on_host[hello.place.host][agent] = None
 
     def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
         """Replace the addresses of an agent, whose host has other interfaces now.
@@ -87,20 +83,14 @@ class AddressBook:
         return address in self._agents[agent].candidates
 
     def gone(self, agent: AgentId) -> None:
-        known = self._agents.pop(agent, None)
-        if known is not None:
-            del self._on_host[known.host][agent]
-            if not self._on_host[known.host]:
-                del self._on_host[known.host]
+        self._agents.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
         """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
 
         The new agent tries some agents of other hosts, and one of them tries the new agent.
         """
-        mine = self._agents[agent]
-        elsewhere = (of for host, of in self._on_host.items() if host != mine.host)
-        others = list(itertools.islice(itertools.chain.from_iterable(elsewhere), PROBES_PER_NEWCOMER))
+        others = self._first_elsewhere(agent, self._agents)
         if not others:
             return []
         asked = [
@@ -115,28 +105,19 @@ class AddressBook:
         Each agent tries those that come next after it, in a ring, so that none gets many connections at once.
         """
         self._tried.clear()
-        agents = list(self._agents)
-        hosts = [known.host for known in self._agents.values()]
-        count = len(agents)
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
-        if len(self._on_host) < 2:
-            return asked
-        following = [0] * count  # of each agent, the next one in the ring that is on another host
-        for at in [*reversed(range(count)), *reversed(range(count))]:
-            after = (at + 1) % count
-            following[at] = after if hosts[after] != hosts[at] else following[after]
-        for at, agent in enumerate(agents):
-            nearest: list[AgentId] = []
-            last, other = 0, following[at]
-            while len(nearest) < PROBES_PER_NEWCOMER and (other - at) % count > last:
-                last = (other - at) % count
-                nearest.append(agents[other])
-                other = (other + 1) % count
-                if hosts[other] == hosts[at]:
-                    other = following[other]
-            if targets := tuple(target for each in nearest for target in self._targets(each, agent)):
+        ring = list(self._agents)
+        for at, agent in enumerate(ring):
+            nearest = self._first_elsewhere(agent, itertools.chain(ring[at + 1 :], ring[:at]))
+            if targets := tuple(target for other in nearest for target in self._targets(other, agent)):
                 asked.append((agent, targets))
         return asked
+
+    def _first_elsewhere(self, agent: AgentId, among: Iterable[AgentId]) -> list[AgentId]:
+        """Return the first of these agents that are on other hosts, `PROBES_PER_NEWCOMER` at most."""
+        host = self._agents[agent].host
+        elsewhere = (other for other in among if self._agents[other].host != host)
+        return list(itertools.islice(elsewhere, PROBES_PER_NEWCOMER))
 
     def answered(self, tried: Iterable[str], reachable: Iterable[str]) -> None:
         """Record which targets an agent has tried, and to which of them it could connect."""
@@ -148,11 +129,6 @@ class AddressBook:
         self._unreached -= outdated
         self._unreached |= addresses - reached
         self._tried |= addresses
-
-    def likely(self, agent: AgentId) -> str:
-        """Return the address that an agent would get in a world of all agents."""
-        known = self._agents[agent]
-        return self._best(known, one_host=len(self._on_host) <= 1)
 
     def choose(self, agents: Sequence[AgentId]) -> dict[AgentId, str]:
         """Return one address for each agent of a world.

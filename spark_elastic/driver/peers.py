@@ -37,7 +37,6 @@ from spark_elastic.wire.messages import LaunchSpec
 logger = logging.getLogger(__name__)
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
-NO_SHARED_MEMORY = bytes(wire.SHARED_MEMORY_BYTES)
 LAST_WORDS_S = 5.0
 """Seconds for which messages of a worker are still read after its process has ended."""
 
@@ -133,10 +132,6 @@ class Peers:
         self._without_interface: set[SlotId] = set()
         """Slots whose last agent had no usable interface."""
         self._loop_results = LoopResults()
-        self._endpoints: dict[WorkerId, wire.Endpoint | None] = {}
-        """Where each worker listens, as it last said; the same workers as in the next."""
-        self._shared_memory: dict[WorkerId, bytes] = {}
-        """How members on its host find the memory that each worker shares."""
         self.world: World | None = None
         """The newest world; None before the first."""
         self._ending = False
@@ -192,24 +187,8 @@ class Peers:
     def _publish(self, world: World) -> None:
         self.world = world
         self._loop_results.joined(world.workers)
-        chosen = self._addresses.choose([self._agent_of[member.worker] for member in world.members])
-        self._listens = chosen
-        addresses = tuple(chosen.values())
-        endpoints = [self._endpoints.get(member.worker) for member in world.members]
-        known = tuple(
-            endpoint
-            for endpoint, address in zip(endpoints, addresses, strict=True)
-            if endpoint is not None and endpoint.address == address
-        )
-        memory: dict[str, bytes] = {}
-        if len(known) < world.size:
-            known = ()  # somebody listens elsewhere, or not yet: all exchange their addresses
-        else:
-            of_host: defaultdict[str, list[bytes]] = defaultdict(list)
-            for member in world.members:
-                of_host[member.place.host].append(self._shared_memory.get(member.worker, NO_SHARED_MEMORY))
-            memory = {host: b"".join(each) for host, each in of_host.items()}
-        self.server.publish(wire.WorldAssigned(world, addresses, known), memory)
+        self._listens = self._addresses.choose([self._agent_of[member.worker] for member in world.members])
+        self.server.publish(wire.WorldAssigned(world, tuple(self._listens.values())))
 
     # --- agents -----------------------------------------------------------------------------------------
 
@@ -319,7 +298,6 @@ class Peers:
             self._vacate(slot)
         for worker in self._workers_of.pop(agent, ()):
             del self._agent_of[worker]
-            self._forget_readiness(worker)
             self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
         self._addresses.gone(agent)
@@ -330,9 +308,6 @@ class Peers:
     def worker_expected(self, worker: WorkerId) -> bool:
         return worker in self._agent_of
 
-    def address_of(self, worker: WorkerId) -> str:
-        return self._addresses.likely(self._agent_of[worker])
-
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
         match message:
             case wire.WorkerHello():
@@ -340,12 +315,7 @@ class Peers:
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
                 self.server.acknowledge_worker(worker)
                 self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
-            case wire.Ready(round, version, at_init, loop, endpoint, shared_memory):
-                if len(shared_memory) not in (0, wire.SHARED_MEMORY_BYTES):
-                    self._broke_protocol(worker, f"its shared memory is described by {len(shared_memory)} bytes")
-                    return
-                self._endpoints[worker] = endpoint
-                self._shared_memory[worker] = shared_memory or NO_SHARED_MEMORY
+            case wire.Ready(round, version, at_init, loop):
                 self.handle(seen.WorkerReady(worker, round, version, at_init, loop))
             case wire.LoopResult():
                 for behind in self._loop_results.offered(message):
@@ -397,13 +367,8 @@ class Peers:
         agent = self._agent_of.pop(worker, None)
         if agent is not None:
             self._workers_of[agent].discard(worker)
-        self._forget_readiness(worker)
         self._shown.pop(worker, None)
         self.server.drop_worker(worker, "its process is gone")
-
-    def _forget_readiness(self, worker: WorkerId) -> None:
-        self._endpoints.pop(worker, None)
-        self._shared_memory.pop(worker, None)
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
         """Return the label of output lines: the worker's rank, or its slot before it has one."""

@@ -7,10 +7,9 @@ on the driver's event loop; every method must be called there.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +20,6 @@ from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
-from spark_elastic.wire.world_changes import difference
 
 MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
@@ -147,10 +145,6 @@ class Listener(Protocol):
         """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
-    def address_of(self, worker: WorkerId) -> str:
-        """Return the address that an expected worker will probably bind to."""
-        ...
-
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
 
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
@@ -193,7 +187,7 @@ class RendezvousServer:
         # answered, and the next one was to come an interval later
         told_limit_s = silence_limit_s + self._pong_after_s + heartbeat_interval_s
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s, address="")
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
@@ -203,10 +197,6 @@ class RendezvousServer:
         self._agent_of: dict[MessageStream, AgentId] = {}
         self._worker_of: dict[MessageStream, WorkerId] = {}
         self._next_agent: AgentId = 1
-        self._published: wire.WorldAssigned | None = None
-        """The newest world."""
-        self._informed: set[WorkerId] = set()
-        """The workers to which it was sent on the connections that they have now."""
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
@@ -260,30 +250,10 @@ class RendezvousServer:
             if worker in self._workers:
                 self._workers[worker].send_encoded(body)
 
-    def publish(self, assigned: wire.WorldAssigned, memory: Mapping[str, bytes]) -> None:
-        """Send a world to its members, and start its key-value space.
-
-        Members that hold the world before get the difference, others the whole world; each is encoded once.
-
-        Args:
-            assigned: The world.
-            memory: The payload of `HostMemory` for the members on each host; empty if there is none to send.
-        """
+    def publish(self, assigned: wire.WorldAssigned) -> None:
+        """Send a world to its members, encoded once for all of them, and start its key-value space."""
         self._key_values.begin(assigned.world.round)
-        before, self._published = self._published, assigned
-        change = None if before is None else difference(before, assigned)
-        hold_before, self._informed = self._informed, set()
-        of_host = {host: encode(wire.HostMemory(payload)) for host, payload in memory.items()}
-        bodies: dict[bool, bytes] = {}
-        for member in assigned.world.members:
-            if member.worker not in self._workers:
-                continue
-            whole = change is None or member.worker not in hold_before
-            if whole not in bodies:
-                bodies[whole] = encode(assigned if whole or change is None else change)
-            host = member.place.host
-            self._workers[member.worker].send_encoded(*((of_host[host],) if host in of_host else ()), bodies[whole])
-            self._informed.add(member.worker)
+        self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
         """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
@@ -295,7 +265,6 @@ class RendezvousServer:
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
-            self._informed.discard(worker)
             stream.send(wire.Goodbye(why))
             stream.close()
 
@@ -342,8 +311,7 @@ class RendezvousServer:
                 return
             self._workers[message.worker] = stream
             self._worker_of[stream] = message.worker
-            address = self._listener.address_of(message.worker)
-            stream.send(dataclasses.replace(self._worker_welcome, address=address))
+            stream.send(self._worker_welcome)
             self._listener.worker_said(message.worker, message)
         else:
             stream.abort(f"{type(message).__name__} before a hello")
@@ -379,5 +347,4 @@ class RendezvousServer:
         elif stream in self._worker_of:
             worker = self._worker_of.pop(stream)
             del self._workers[worker]
-            self._informed.discard(worker)  # should it connect again, it would not know the world
             self._listener.worker_gone(worker, why)

@@ -20,6 +20,7 @@ from spark_elastic.jobs.start import start
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.settings import declarations
+from spark_elastic.task.reaper import default_child_signal
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,6 +104,7 @@ def _with_arguments(doc: str) -> str:
 
 
 @_takes_arguments_of(RunCall)
+@default_child_signal()
 def run(call: RunCall) -> list[Any]:
     """Run `fn(*args, **kwargs)` in `num_proc` workers and keep it running while executors come and go.
 

@@ -28,7 +28,7 @@ from spark_elastic.reporting.job_status import Document, StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
-from spark_elastic.task.reaper import restore_child_signal
+from spark_elastic.task.reaper import default_child_signal
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
@@ -41,6 +41,7 @@ KEPT_IN_NOTEBOOK_S = 60.0
 _job_numbers = itertools.count(1)
 
 
+@default_child_signal()
 def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     """Start a job, and return its handle.
 
@@ -51,7 +52,6 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     Raises:
         UsageError: The call has to be changed; nothing was started.
     """
-    restore_child_signal()
     function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
     backend = backend_of(call)
     if call.launcher is None:

@@ -111,11 +111,6 @@ def unconverted(model: Any) -> list[str]:
     ]
 
 
-def is_synchronised(model: Any) -> bool:
-    """Return True if a layer of the model uses other ranks' statistics."""
-    return any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
-
-
 def _is_convertible(layer: Any) -> bool:
     kind = type(layer)
     if not isinstance(layer, _Plain) or isinstance(layer, SyncBatchNormalization):

@@ -25,12 +25,13 @@ from spark_elastic.membership.reasons import (
     missing_in_words,
     worlds_in_words,
 )
-from spark_elastic.membership.registry import ADMITTED, BOOTING, Worker
+from spark_elastic.membership.registry import ADMITTED, BOOTING, READY, TRAINING, Worker, WorkerRegistry
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.topology import WorkerId, World
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
+_MOST_RANKS_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,37 @@ def select(candidates: Iterable[Worker], done: int, minimum: int) -> list[Worker
     if leaving and spared == 0 and _standing(leaving[0]) > max(map(_standing, staying), default=(0, 0, 0)):
         spared = 1
     return staying + leaving[:spared]
+
+
+def interruption(registry: WorkerRegistry, minimum: int) -> WorldChange | None:
+    """Return why a running world is to be replaced by another one; None: it is not.
+
+    Workers that are ready join it. Members that leave are spared while some stay, the world has more than `minimum`
+    members, and the state does not leave with them.
+    """
+    newcomers = registry.count(READY)
+    if newcomers:
+        return WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
+    leaving = [worker for worker in registry.in_state(TRAINING) if worker.agent.leaving]
+    staying = [worker for worker in registry.in_state(TRAINING) if not worker.agent.leaving]
+    leaving_holds, staying_holds = (any(worker.version is not None for worker in each) for each in (leaving, staying))
+    if leaving and staying and registry.count(TRAINING) > minimum and (staying_holds or not leaving_holds):
+        return WorldChange(WorldChangeKind.LEAVING, cause=leaving[0].agent.leaving)
+    return None
+
+
+def survivors_wait(registry: WorkerRegistry, left_s: float) -> Wait:
+    """Return the wait for the survivors of a broken world, which have `left_s` seconds to come back."""
+    survivors = registry.states[TRAINING].values()
+    ranks = sorted(each.rank or 0 for each in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
+    return Wait(
+        WaitKind.SURVIVORS,
+        have=len(survivors),
+        left_s=left_s,
+        round=registry.round,
+        ranks=tuple(ranks),
+        finishing=registry.after_loop(),
+    )
 
 
 def build_world(round: int, members: Sequence[Worker]) -> World:

@@ -166,11 +166,7 @@ class Membership:
             self._judge_crashes(now)
         if worker.state is TRAINING:
             first = worker.version is None
-            if first:
-                with self.registry.changing(worker):
-                    worker.version = event.version
-            else:
-                worker.version = event.version
+            worker.version = event.version
             if first:  # members may leave now that had to wait for another member to hold the state
                 self._worlds.consider_interrupt(now)
 

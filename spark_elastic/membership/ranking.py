@@ -1,4 +1,4 @@
-"""The ranks of a world's members: by seniority and host at the driver, and from an order of workers at both ends."""
+"""The ranks of a world's members: by host, and by seniority on each host."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spark_elastic.membership.reasons import LossCause
@@ -36,18 +35,14 @@ class Agent:
     place: Place
     worker: Worker | None = None  # never a worker that is GONE
     leaving: LossCause | None = None
-    """Why its slot is not to be used any more; None: it may be used. Set by `WorkerRegistry.set_leaving`."""
+    """Why its slot is not to be used any more; None: it may be used."""
     doomed: bool = False  # its executor is lost, and the agent is about to be removed
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A training process, from its start until it is GONE.
-
-    While it is in the registry, `state` is changed by `WorkerRegistry.enter`; `loop`, `after_loop` and whether there is
-    a `version` are changed within `WorkerRegistry.changing`, because workers are counted by them.
-    """
+    """A training process, from its start until it is GONE. `WorkerRegistry.enter` changes its `state`."""
 
     id: WorkerId
     agent: Agent = field(repr=False)
@@ -73,25 +68,6 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts of workers, so that no event has to look at all of them."""
-
-    standing: int = 0  # workers that are TRAINING or READY: the candidates for the next world
-    holding: int = 0  # candidates that hold a state
-    leaving: int = 0  # candidates whose slots are not to be used any more
-    leaving_holding: int = 0  # of these, the ones that hold a state
-    after_loop: int = 0  # TRAINING workers that run the code after their loop
-    waiting_in_loop: int = 0  # workers that are AT_INIT or READY, and have been in an elastic loop
-
-    def can_leave(self, minimum: int) -> bool:
-        """Return True if a running world can spare any of its leaving members now."""
-        staying = self.standing - self.leaving
-        if staying == self.standing or staying == 0 or self.standing <= minimum:
-            return False
-        return self.holding > self.leaving_holding or self.holding == 0
-
-
-@dataclass(slots=True)
 class WorkerRegistry:
     """The slots, agents and workers of a job, and the number of its worlds.
 
@@ -109,12 +85,6 @@ class WorkerRegistry:
         default_factory=lambda: {state: {} for state in WorkerState}
     )
     """The workers by state, in the order in which they entered it."""
-    tally: Tally = field(default_factory=Tally)
-    leaving: dict[WorkerId, Worker] = field(default_factory=dict)
-    """The workers that are TRAINING or READY and whose slots are not to be used any more."""
-    _by_host: dict[str, dict[AgentId, Agent]] = field(default_factory=dict)
-    _by_executor: dict[str, dict[AgentId, Agent]] = field(default_factory=dict)
-    _agents_leaving: dict[str, int] = field(default_factory=dict)  # by host
 
     @property
     def resets(self) -> int:
@@ -139,52 +109,13 @@ class WorkerRegistry:
 
     def add_agent(self, agent: Agent) -> None:
         """Add an agent that has joined, as the agent of its slot."""
-        place = agent.place
         self.agents[agent.id] = agent
-        self.slots[place.slot].agent = agent
-        self._by_host.setdefault(place.host, {})[agent.id] = agent
-        self._by_executor.setdefault(place.executor, {})[agent.id] = agent
+        self.slots[agent.place.slot].agent = agent
 
     def remove_agent(self, agent: Agent) -> None:
         """Remove an agent that has no worker."""
-        self.set_leaving(agent, None)
-        place = agent.place
         del self.agents[agent.id]
-        self.slots[place.slot].agent = None
-        for index, name in ((self._by_host, place.host), (self._by_executor, place.executor)):
-            del index[name][agent.id]
-            if not index[name]:
-                del index[name]
-
-    def set_leaving(self, agent: Agent, cause: LossCause | None) -> None:
-        """Take an agent's slot out of use, or (None) into use again."""
-        change = (cause is not None) - (agent.leaving is not None)
-        if change:
-            host = agent.place.host
-            self._agents_leaving[host] = self._agents_leaving.get(host, 0) + change
-            if not self._agents_leaving[host]:
-                del self._agents_leaving[host]
-        if agent.worker is None:
-            agent.leaving = cause
-        else:
-            with self.changing(agent.worker):
-                agent.leaving = cause
-
-    def hosts(self) -> list[str]:
-        """Return the hosts that have agents, in the order of their first agents."""
-        return list(self._by_host)
-
-    def on_host(self, host: str) -> Collection[Agent]:
-        """Return the agents of the host, oldest first."""
-        return self._by_host.get(host, {}).values()
-
-    def on_executor(self, executor: str) -> Collection[Agent]:
-        """Return the agents of the executor, oldest first."""
-        return self._by_executor.get(executor, {}).values()
-
-    def leaving_on(self, host: str) -> int:
-        """Count the agents of the host whose slots are not to be used any more."""
-        return self._agents_leaving.get(host, 0)
+        self.slots[agent.place.slot].agent = None
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -197,7 +128,6 @@ class WorkerRegistry:
     def enter(self, worker: Worker, state: WorkerState) -> None:
         """Move the worker to another state. GONE removes it, and its agent has no worker then."""
         WORKERS.check(worker.state, state)
-        self._count(worker, -1)
         del self.states[worker.state][worker.id]
         worker.state = state
         if state is WorkerState.GONE:
@@ -205,35 +135,6 @@ class WorkerRegistry:
             worker.agent.worker = None
         else:
             self.states[state][worker.id] = worker
-            self._count(worker, 1)
-
-    @contextmanager
-    def changing(self, worker: Worker) -> Iterator[None]:
-        """Change what the worker is counted by: `loop`, `after_loop`, or whether there is a `version`."""
-        self._count(worker, -1)
-        try:
-            yield
-        finally:
-            self._count(worker, 1)
-
-    def _count(self, worker: Worker, change: int) -> None:
-        """Add the worker to the counts (change 1), or take it out of them (-1)."""
-        state, tally = worker.state, self.tally
-        if state is TRAINING or state is READY:
-            tally.standing += change
-            holds = worker.version is not None
-            tally.holding += change * holds
-            if worker.agent.leaving is not None:
-                tally.leaving += change
-                tally.leaving_holding += change * holds
-                if change > 0:
-                    self.leaving[worker.id] = worker
-                else:
-                    del self.leaving[worker.id]
-            if worker.after_loop and state is TRAINING:
-                tally.after_loop += change
-        if worker.loop and (state is READY or state is AT_INIT):
-            tally.waiting_in_loop += change
 
     def count(self, state: WorkerState) -> int:
         return len(self.states[state])
@@ -242,3 +143,7 @@ class WorkerRegistry:
         """Yield the workers that are in one of the states."""
         for state in states:
             yield from self.states[state].values()
+
+    def after_loop(self) -> int:
+        """Count the members of the world that run the code after their elastic loop."""
+        return sum(worker.after_loop for worker in self.states[TRAINING].values())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
-from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
-from spark_elastic.membership.timeline import HostExcluded, Record
+from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
 from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
@@ -42,10 +42,20 @@ class MachineContext:
         self.crashes = CrashLoopDetector(settings.crash_limit)
         #: The answer to the present event, in order. All three classes append; only `Membership` empties it.
         self.commands: list[Command] = []
+        self.waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
 
     def announce(self, *records: Record) -> None:
         """Add records of the timeline to the commands."""
         self.commands.extend(map(Announce, records))
+
+    def announce_wait(self, wait: Wait, deadline: float | None, now: float) -> None:
+        """Announce what is waited for, if that changed. Of large counts, only every change by a quarter is announced:
+        each of many workers that wait for one another changes the count.
+        """
+        told = self.waiting
+        if told is None or told.deadline != deadline or not wait.is_much_like(told.wait):
+            self.waiting = Waiting(now, wait, deadline)
+            self.announce(self.waiting)
 
 
 class SlotScheduler:
@@ -66,9 +76,6 @@ class SlotScheduler:
         self._decommissioned: set[str] = set()
         self._workers_started = 0
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
-        self._refused_twice: set[SlotId] = set()  # those of them that were refused at least twice in a row
-        self._failure_causes: Counter[LossCause] = Counter()  # of these launches
-        self._causes_of_missing: tuple[LossCause, ...] | None = ()  # None: to be looked up anew
         self._excluded: dict[str, LossCause] = {}  # by host
         self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
 
@@ -84,14 +91,7 @@ class SlotScheduler:
         """Launch a slot again, when it has cooled down. Its agent, if there was one, was removed before."""
         slot.refusals = 0 if submitted else slot.refusals + 1
         if not slot.joined:
-            self._forget_failed_launch(slot.id)
             self._failed_launches[slot.id] = cause
-            self._failure_causes[cause] += 1
-            self._causes_of_missing = None
-            if slot.refusals > 1:
-                self._refused_twice.add(slot.id)
-            else:
-                self._refused_twice.discard(slot.id)
         self._timers.cancel(("end", slot.id))
         if not slot.excused:
             slot.excused = True
@@ -105,22 +105,12 @@ class SlotScheduler:
 
     def causes_of_missing(self) -> tuple[LossCause, ...]:
         """Return why launches ended before an agent joined, the most frequent causes first."""
-        if self._causes_of_missing is None:
-            self._causes_of_missing = tuple(cause for cause, _ in self._failure_causes.most_common(_MOST_CAUSES))
-        return self._causes_of_missing
-
-    def _forget_failed_launch(self, slot: SlotId) -> None:
-        cause = self._failed_launches.pop(slot, None)
-        if cause is None:
-            return
-        self._failure_causes[cause] -= 1
-        if not self._failure_causes[cause]:
-            del self._failure_causes[cause]
-        self._causes_of_missing = None
+        causes = Counter(self._failed_launches.values()).most_common(_MOST_CAUSES)
+        return tuple(cause for cause, _ in causes)
 
     def refusal(self) -> LossCause | None:
         """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
-        if self._registry.agents or len(self._refused_twice) < len(self._registry.slots):
+        if self._registry.agents or any(slot.refusals < 2 for slot in self._registry.slots.values()):
             return None
         return next(iter(self._failed_launches.values()))
 
@@ -142,9 +132,8 @@ class SlotScheduler:
             self._commands.append(DismissAgent(agent_id, LossCause(LossKind.NOT_LAUNCHED, name=str(place.slot))))
             return None
         slot.newest = agent_id
-        slot.joined = True
-        self._forget_failed_launch(slot.id)
-        self._refused_twice.discard(slot.id)
+        slot.joined, slot.refusals = True, 0
+        self._failed_launches.pop(slot.id, None)
         agent = Agent(agent_id, place)
         self._registry.add_agent(agent)
         if place.executor in self._decommissioned:
@@ -215,21 +204,24 @@ class SlotScheduler:
     def decommission(self, executor: str) -> list[Agent]:
         """Retire an executor. Returns its agents that were not retiring yet."""
         self._decommissioned.add(executor)
-        retired = [agent for agent in self._registry.on_executor(executor) if not agent.retiring]
+        retired = [agent for agent in self._on_executor(executor) if not agent.retiring]
         for agent in retired:
             agent.retiring = True
-            self._registry.set_leaving(agent, LossCause(LossKind.DECOMMISSIONED, name=executor))
+            agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
             self._registry.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
         """Mark the agents on a lost executor, so that no worker starts there, and return them for removal."""
-        agents = list(self._registry.on_executor(executor))
+        agents = self._on_executor(executor)
         for agent in agents:
             agent.doomed = True
         self._decommissioned.discard(executor)
         return agents
+
+    def _on_executor(self, executor: str) -> list[Agent]:
+        return [agent for agent in self._registry.agents.values() if agent.place.executor == executor]
 
     def can_do_without(self, host: str) -> bool:
         """Return True if the host is in use and enough agents are on other hosts."""
@@ -252,14 +244,14 @@ class SlotScheduler:
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
-        hosts = self._registry.hosts() if host is None else [host]
-        return [agent for name in hosts for agent in self._review_host(name)]
+        by_host: dict[str, list[Agent]] = {}
+        for agent in self._registry.agents.values():
+            if host in (None, agent.place.host) and not (agent.retiring or agent.doomed):
+                by_host.setdefault(agent.place.host, []).append(agent)
+        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
 
-    def _review_host(self, host: str) -> list[Agent]:
+    def _review_host(self, host: str, agents: Sequence[Agent]) -> list[Agent]:
         excluded = self._excluded.get(host)
-        if not excluded and self._allowed is None and not self._registry.leaving_on(host):
-            return []  # all of it may be used, and is
-        agents = [agent for agent in self._registry.on_host(host) if not (agent.retiring or agent.doomed)]
         limit = len(agents) if self._allowed is None else self._allowed.slots_of(host)
         too_many = LossCause(LossKind.HOST_FULL, name=host, count=limit)
         if not limit:
@@ -274,7 +266,7 @@ class SlotScheduler:
         """Set or clear `leaving`. Returns True if that is a change."""
         changed = (agent.leaving is None) != (cause is None)
         if changed:
-            self._registry.set_leaving(agent, cause)
+            agent.leaving = cause
         return changed
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:

@@ -24,12 +24,11 @@ from spark_elastic.membership.reasons import (
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import PHASES, Phase
-from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
+from spark_elastic.membership.timeline import JobEnded, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
-_MOST_RANKS_NAMED = 8
 
 
 class WorldLifecycle:
@@ -50,25 +49,20 @@ class WorldLifecycle:
         self.phase = Phase.CREATED
         self.world: World | None = None  # the newest world, also after it broke; None before the first
         self.furthest = BEGINNING  # the most advanced version that any worker ever reported
-        self.waiting: Waiting | None = None  # what the job waits for; None: nothing
         self._elastic = False  # a worker showed a state, so the function has an elastic loop
         self._gathering = Gathering(context, scheduler)
         self._backoff = self._gathering.backoff
-        #: The workers that are DONE, each with its last rank and its last round.
-        self._done: dict[WorkerId, tuple[int, int]] = {}
+        self._done: dict[WorkerId, tuple[int, int]] = {}  # the workers that are DONE: last rank and last round
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
         self._unequal_in = 0  # the last round in which some waited for members that had left; 0: none
         self._shut_down_in = 0  # the last round in which that was concluded from a collective that failed
         self._cancelled = False  # the last loss was that of a job which Spark was asked to cancel
-
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
-        self._holder: Worker | None = None  # WAITING: a survivor that held the state when all were looked at
         self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
-        #: When the newest world broke, or its first member stopped; None: neither has happened yet.
-        self._paused_at: float | None = None
+        self._paused_at: float | None = None  # when the newest world broke, or its first member stopped
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -93,7 +87,7 @@ class WorldLifecycle:
     def _enter(self, phase: Phase) -> None:
         PHASES.check(self.phase, phase)
         self.phase = phase
-        self.waiting = None
+        self._context.waiting = None
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -125,8 +119,7 @@ class WorldLifecycle:
         """Store if a member runs the code after its elastic loop, or is in the loop."""
         if worker.state is not TRAINING or worker.after_loop == after_loop:
             return
-        with self._registry.changing(worker):
-            worker.after_loop = after_loop
+        worker.after_loop = after_loop
         if not after_loop and self.phase is Phase.BROKEN:  # it comes back now
             self._set_stall_timer(worker.id, now)
         elif not after_loop:  # the next loop: workers that waited for it may join
@@ -161,8 +154,7 @@ class WorldLifecycle:
         self._introduce(worker, now)
         member = worker.state is TRAINING
         self._registry.enter(worker, READY)
-        with self._registry.changing(worker):
-            worker.version, worker.loop, worker.after_loop = version, loop, False
+        worker.version, worker.loop, worker.after_loop = version, loop, False
         self._timers.cancel(("stall", worker.id))
         if not member:
             self.consider_interrupt(now)
@@ -181,7 +173,7 @@ class WorldLifecycle:
         Members that have left their loop need no collective: where there is one, the world is left alone.
         """
         alone = self.world is None or self.world.size == 1
-        if worker.state is TRAINING and not alone and not self._done and not self._registry.tally.after_loop:
+        if worker.state is TRAINING and not alone and not self._done and not self._registry.after_loop():
             self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
@@ -196,9 +188,8 @@ class WorldLifecycle:
             return
         self._registry.enter(worker, DONE)
         self._heard.forget(worker.id)
-        if worker.round == 0 and self._registry.round > 0:
-            return  # a newcomer that never trained adds no result
-        self._done[worker.id] = (worker.rank or 0, worker.round)
+        if worker.round > 0 or self._registry.round == 0:  # a newcomer that never trained adds no result
+            self._done[worker.id] = (worker.rank or 0, worker.round)
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
@@ -212,8 +203,7 @@ class WorldLifecycle:
                 self._registry.enter(worker, TRAINING)
             worker.run += 1
             worker.run_again_in = self._registry.round
-            with self._registry.changing(worker):
-                worker.after_loop = False
+            worker.after_loop = False
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
@@ -272,22 +262,16 @@ class WorldLifecycle:
 
     def consider_interrupt(self, now: float) -> None:
         """Ask a running world to stop at an agreed step, if a worker is ready to join it or may leave it."""
-        if self.phase is not Phase.RUNNING or self._done:
-            return  # once a member is done, the job is about to end, and nobody joins any more
-        if not self._elastic:
-            return  # a plain function has no step to stop at
-        if self._registry.tally.after_loop:
+        if self.phase is not Phase.RUNNING or self._done or not self._elastic:
+            return  # once a member is done, nobody joins any more; a plain function has no step to stop at
+        if self._registry.after_loop():
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
             return  # the next world would exceed `reset_limit`, and the present one can go on
-        newcomers = self._registry.count(READY)
-        if newcomers:
-            self._change = WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
-        elif self._registry.tally.can_leave(self._settings.min_num_proc):
-            first = next(iter(self._registry.leaving.values()))
-            self._change = WorldChange(WorldChangeKind.LEAVING, cause=first.agent.leaving)
-        else:
+        change = decisions.interruption(self._registry, self._settings.min_num_proc)
+        if change is None:
             return
+        self._change = change
         self._enter(Phase.INTERRUPTED)
         self._paused_at = None
         self._notices += 1
@@ -295,6 +279,11 @@ class WorldLifecycle:
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
+
+    def _announce_interrupted(self, now: float) -> None:
+        kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
+        wait = Wait(kind, have=self._registry.count(TRAINING), change=self._change)
+        self._context.announce_wait(wait, self._timers.get(("notice", 0)), now)
 
     def on_blocked(self, now: float) -> None:
         """End a too long collective: remove the members that are not in it, or break the world if all are.
@@ -358,9 +347,8 @@ class WorldLifecycle:
         training = tuple(self._registry.states[TRAINING])
         if training:
             self._commands.append(do.CutPeers(training, self._registry.round, change))
-        self._stall_due = now + self._settings.stall_timeout_s
         for survivor in training:
-            self._timers.set(("stall", survivor), self._stall_due)
+            self._set_stall_timer(survivor, now)
         self._context.announce(WorldBroken(now, self._registry.round, self.world.size, change))
         if self._left_early(self._done_in_this_round(), now):
             return
@@ -372,7 +360,7 @@ class WorldLifecycle:
         if self.phase is not Phase.INTERRUPTED:
             return
         limit_s = self._settings.stall_timeout_s
-        if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.tally.after_loop):
+        if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.after_loop()):
             # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
             self._timers.set(("notice", 0), now + limit_s)
@@ -391,13 +379,14 @@ class WorldLifecycle:
         elif self.phase is Phase.INTERRUPTED and training:
             self._announce_interrupted(now)
         elif self.phase is Phase.BROKEN and training:
-            self._announce_broken(now)
+            wait = decisions.survivors_wait(self._registry, self._stall_due - now)
+            self._context.announce_wait(wait, self._stall_due, now)
         elif self.phase in _WITH_WORLD and not training:
             self._settle(now)
 
     def _evaluate_start(self, now: float) -> None:
         ready = self._registry.count(AT_INIT) + self._registry.count(READY)
-        in_loop = self._registry.tally.waiting_in_loop
+        in_loop = sum(worker.loop > 0 for worker in self._registry.in_state(AT_INIT, READY))
         if 0 < in_loop < ready:  # a worker in the loop joins no collective of the code before it
             for worker in list(self._registry.in_state(AT_INIT, READY)):
                 if not worker.loop:
@@ -410,7 +399,7 @@ class WorldLifecycle:
         if decision.expired:
             self.fail(self._gathering.not_enough(ready, self._last_loss, now), now)
         elif not decision.go:
-            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
+            self._context.announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
         elif ready:
             self._change = self._gathering.gathered(ready, self._change)
             self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
@@ -419,22 +408,18 @@ class WorldLifecycle:
 
     def _settle(self, now: float) -> None:
         """Decide what follows a world whose members have all come back, are done, or are gone."""
-        if self._still_too_few():
-            self._wait_for_replacements(self._registry.count(READY) + len(self._done), now)
-            return
         ready = list(self._registry.in_state(READY))
         if self._done and not any(worker.rank is not None for worker in ready):
             self._finish(now)
             return
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
-        held = any(self._holds(worker) for worker in ready)
-        self._holder = next((worker for worker in ready if worker.rank is not None and self._holds(worker)), None)
-        behind = not held and any(self._holds(worker) for worker in self._registry.in_state(ADMITTED))
+        held = any(map(self._holds, ready))
+        behind = not held and any(map(self._holds, self._registry.in_state(ADMITTED)))
+        if not held and not behind and self.furthest.trained:
+            self._on_state_lost(now)
+            return
         if not held and not behind:
-            if self.furthest.trained:
-                self._on_state_lost(now)
-                return
             self._enter(Phase.STARTING)
             self._change = WorldChange(WorldChangeKind.STARTED_OVER, before=self._change)
             self._gathering.begin("elastic_timeout", now)
@@ -452,22 +437,12 @@ class WorldLifecycle:
             self._enter(Phase.WAITING)
         self._wait_for_replacements(have, now)
 
-    def _still_too_few(self) -> bool:
-        """Return True if it is known without a look at all workers that the job has to wait: one of them holds the
-        state, and they are fewer than the minimum, so that none of them may leave.
-        """
-        holder = self._holder
-        if self.phase is not Phase.WAITING or holder is None:
-            return False
-        holds = holder.state is READY and holder.rank is not None and self._holds(holder)
-        return holds and self._registry.count(READY) + len(self._done) < self._settings.min_num_proc
-
     def _wait_for_replacements(self, have: int, now: float) -> None:
         decision = self._gathering.next_world(have, now)
         if decision.expired:
             self.fail(self._gathering.not_enough(have, self._last_loss, now), now)
         else:
-            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
+            self._context.announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
         """Fail the job. The error is about crashes if they came back until no worker was left.
@@ -483,7 +458,7 @@ class WorldLifecycle:
                 return
             if now < due:
                 self._timers.set(("gather", 0), due)
-                self._announce_wait(Wait(WaitKind.CAUSE), due, now)
+                self._context.announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
         progress, lost = self.furthest.steps, self._last_loss
         self.fail(StateLostError(progress=progress, last_reason=lost, cancelled=self._cancelled), now)
@@ -522,33 +497,3 @@ class WorldLifecycle:
             WorldStarted(now, world.round, world.size, world.root, world.progress, world.sync, pause, self._change)
         )
         self.consider_interrupt(now)  # leaving members may have been kept only because they hold the state
-
-    # --- waiting ----------------------------------------------------------------------------------
-
-    def _announce_interrupted(self, now: float) -> None:
-        kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
-        wait = Wait(kind, have=self._registry.count(TRAINING), change=self._change)
-        self._announce_wait(wait, self._timers.get(("notice", 0)), now)
-
-    def _announce_broken(self, now: float) -> None:
-        survivors = self._registry.states[TRAINING]
-        ranks = sorted(each.rank or 0 for each in survivors.values()) if len(survivors) <= _MOST_RANKS_NAMED else []
-        wait = Wait(
-            WaitKind.SURVIVORS,
-            have=len(survivors),
-            left_s=self._stall_due - now,
-            round=self._registry.round,
-            ranks=tuple(ranks),
-            finishing=self._registry.tally.after_loop,
-        )
-        self._announce_wait(wait, self._stall_due, now)
-
-    def _announce_wait(self, wait: Wait, deadline: float | None, now: float) -> None:
-        """Announce what is waited for, if that changed. Of large counts, only every change by a quarter is announced:
-        each of a thousand workers that wait for one another changes the count.
-        """
-        told = self.waiting
-        if told is not None and told.deadline == deadline and wait.is_much_like(told.wait):
-            return
-        self.waiting = Waiting(now, wait, deadline)
-        self._context.announce(self.waiting)

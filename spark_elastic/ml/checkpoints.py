@@ -269,7 +269,7 @@ class Checkpoints:
         where = f"checkpoint {name} in {self.store}"
         text = self._read(self.store.read_bytes, name, MANIFEST)
         try:
-            manifest = unseal(text, frozenset(("format", "version", *_TYPES)))
+            manifest = unseal(text)
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:
@@ -278,7 +278,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {name} has version {manifest.get('version')!r:.40}; this package reads {FORMAT_VERSION}"
             )
-        manifest.setdefault("token", 0)
         for field, kind in _TYPES.items():
             if type(manifest.get(field)) is not kind:
                 raise CheckpointError(
@@ -412,15 +411,18 @@ class CheckpointWriter:
             return make
 
     def _work(self) -> None:
-        failing = False
+        failing = keeps_all = False
         while (make := self._next()) is not None:
             try:
                 self._checkpoints.write(make())
-                self._checkpoints.keep(self._keep)
                 self._error = None
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
+                why = self._remove_older()
+                if why and not keeps_all:
+                    self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+                keeps_all = bool(why)
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -429,6 +431,17 @@ class CheckpointWriter:
                 if not failing:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
+
+    def _remove_older(self) -> str:
+        """Remove the checkpoints that need not be kept; return why that failed, "" if it did not."""
+        try:
+            self._checkpoints.keep(self._keep)
+        except RunTakenError:
+            raise
+        except Exception as error:  # a storage in which a file is written once, say
+            log.warning("older checkpoints could not be removed: %s", redacted(error))
+            return first_line(error)
+        return ""
 
 
 def first_line(error: Exception) -> str:

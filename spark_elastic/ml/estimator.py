@@ -319,7 +319,6 @@ class ElasticEstimator(
                     raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
         self._check_together()
         self._check_framework()
-        self._virtual_workers()
         options = self._given("run_options") or {}
         low, first, high = (self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
         page = self._given("status_port")
@@ -518,26 +517,6 @@ class ElasticEstimator(
             return None
         return DEFAULT_BATCH_SIZE if self._given("batch_size") is None else int(self._given("batch_size"))
 
-    def _virtual_workers(self) -> int | None:
-        """Return the shards of each batch; None unless the training is to be exact.
-
-        Raises:
-            InvalidSettingsError: No setting says how many there are.
-        """
-        if self._given("consistency") != "exact":
-            return None
-        found = next(filter(None, map(self._given, ("virtual_workers", "max_num_proc", "num_proc"))), None)
-        if found is None:
-            raise InvalidSettingsError(
-                "consistency='exact' needs virtual_workers, the number of shards of each batch: the present slots of "
-                "the cluster must not decide it. Set virtual_workers, or max_num_proc"
-            )
-        return int(found)
-
-    def _identity(self, dataset: Dataset) -> dict[str, Any]:
-        virtual = self._virtual_workers()
-        return {**super()._identity(dataset), **({} if virtual is None else {"virtual_workers": virtual})}
-
     def _common_settings(self, dataset: Dataset, run: Store, resume_from: str | None) -> dict[str, Any]:
         """Return the fields of `ml.training.spec.Training`."""
         options = self._given("data_options") or {}
@@ -562,7 +541,6 @@ class ElasticEstimator(
             "clip_norm": self._given("gradient_clip_norm"),
             "clip_value": self._given("gradient_clip_value"),
             "compression": self._given("gradient_compression"),
-            "virtual_workers": self._virtual_workers(),
             "sync_batch_norm": self._given("sync_batch_norm") is not False,
             "checkpoints": plan,
             "resume_from": resume_from,

@@ -106,12 +106,12 @@ def _output(document: Any) -> OutputShape:
 
 
 def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
-    allowed = document.get("allow_nan", False)
+    allowed = document.get("allow_nan")
     return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
 
 
 def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decode the positions of the outputs, which earlier versions did not write. Raise ValueError for other numbers."""
+    """Decode the positions of the outputs, which files of 0.2.0 do not have. Raise ValueError for other numbers."""
     taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
     if taken and len(taken) != len(document["outputs"]):
         raise ValueError(f"taken has {len(taken)} positions for {len(document['outputs'])} outputs")

@@ -174,7 +174,7 @@ class _Saved:
     files: tuple[str, ...]
     facts: Mapping[str, Any]
     left_out: tuple[str, ...]
-    checksums: Mapping[str, int]  # earlier versions have written none
+    checksums: Mapping[str, int]  # none in files of 0.2.0
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:

@@ -37,8 +37,6 @@ log = logging.getLogger("spark_elastic.ml")
 RUNS = "runs"
 """In the store: the folder of the run folders."""
 _IDENTITY_FILE = "run.json"
-_OLD_CONTENT = "content"
-"""Key in the identities of earlier versions: the sorted checksums of the shards alone."""
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
@@ -243,7 +241,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                     clear(run, held)
                 resume_from = self._latest_checkpoint(run)
                 if resume_from is not None:
-                    self._check_identity(run, identity, dataset)
+                    self._check_identity(run, identity)
                 else:
                     text = json.dumps(identity, indent=1).encode()
                     run.write_bytes(_IDENTITY_FILE, text, check=held.check)
@@ -267,12 +265,9 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
     def _described(self, name: str) -> str:
         return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
 
-    def _check_identity(self, run: Store, identity: Mapping[str, Any], dataset: Dataset) -> None:
+    def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if the run's checkpoints are of another training."""
         found = _read_identity(run) if run.exists(_IDENTITY_FILE) else {}
-        if _OLD_CONTENT in found and "shards" not in found:
-            self._check_old_content(found.pop(_OLD_CONTENT), dataset)
-            found["shards"] = identity["shards"]
         different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different[:1] == ["shards"]:
             raise CheckpointError(
@@ -287,19 +282,6 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 f"run_id={self._given('run_id')!r} has checkpoints of another training: {name} was "
                 f"{found.get(name)!r:.80} and is {identity.get(name)!r:.80} now. Choose another run_id, or set "
                 "resume=False to replace them"
-            )
-
-    def _check_old_content(self, found: Any, dataset: Dataset) -> None:
-        """Raise `CheckpointError` if rows of an earlier version's checkpoints differ from these, or may differ."""
-        shards = dataset.manifest.shards
-        checksums = sorted(shard.crc32 for shard in shards if shard.rows)
-        one_a_split = all(len(each) == 1 for each in dataset.manifest.splits.values())
-        if found != checksums or not one_a_split or any(shard.sidecar for shard in shards):
-            raise CheckpointError(
-                f"run_id={self._given('run_id')!r} has checkpoints of an earlier version of spark_elastic, which "
-                "did not record the order of the rows and their values of variable length, so they cannot be compared "
-                "with the present rows. Resume with the version that began it, choose another run_id, or set "
-                "resume=False to replace the checkpoints"
             )
 
     def _latest_checkpoint(self, run: Store) -> str | None:

@@ -23,7 +23,7 @@ from spark_elastic.settings import ScalingSettings, declarations
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
-Compression: TypeAlias = Literal["none", "fp16", "bf16", "bf16_error_feedback"]
+Compression: TypeAlias = Literal["none", "fp16", "bf16"]
 Consistency: TypeAlias = Literal["trajectory", "exact"]
 BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
@@ -178,18 +178,11 @@ class BatchParams(ElasticParams):
     getSeed, setSeed = accessors(seed)
     consistency: Param[Consistency] = setting(
         "'trajectory': the same batches in the same order for any number of workers, and results that are equal up to "
-        "rounding and random numbers. 'exact': the same bits, see virtual_workers; each step costs more.",
+        "rounding and random numbers. 'exact' (PyTorch): the same bits, see virtual_workers; each step costs more.",
         _consistency,
         default="trajectory",
     )
     getConsistency, setConsistency = accessors(consistency)
-    virtual_workers: Param[int | None] = setting(
-        "with consistency='exact': the shards that each batch is cut into, whatever the number of workers; a worker "
-        "computes its shards one after another, with random numbers and batch normalisation for each. Default: "
-        "max_num_proc, or num_proc.",
-        to.whole(at_least=1),
-    )
-    getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
     transformation_fn: Param[ColumnsFunction | None] = setting(
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train on, with as "
         "many rows. Applied to training and validation batches, not by the fitted model: see inference_fn.",
@@ -211,30 +204,6 @@ class BatchParams(ElasticParams):
                 f"batch_size={self._given('batch_size')} (of all workers together) and per_worker_batch_size="
                 f"{self._given('per_worker_batch_size')} contradict each other; set one of them to None"
             )
-        if self._given("consistency") == "exact":
-            self._check_exact()
-        elif self._given("virtual_workers") is not None:
-            raise InvalidSettingsError(
-                f"virtual_workers={self._given('virtual_workers')} without consistency='exact', which uses them; set "
-                "both"
-            )
-
-    def _check_exact(self) -> None:
-        """Raise `InvalidSettingsError` for a setting with which results depend on the number of workers."""
-        for name, neutral, advice in (
-            ("per_worker_batch_size", None, "set batch_size, the rows of all workers together"),
-            ("gradient_compression", "none", "leave gradients as they are"),
-        ):
-            if self.hasParam(name) and self._given(name) != neutral:
-                raise InvalidSettingsError(
-                    f"{name}={self._given(name)!r} makes the result depend on the number of workers, which "
-                    f"consistency='exact' rules out; {advice}"
-                )
-        if self.hasParam("sync_batch_norm") and self.isSet("sync_batch_norm") and self._given("sync_batch_norm"):
-            raise InvalidSettingsError(
-                "sync_batch_norm=True with consistency='exact', where batch normalisation takes the statistics of each "
-                "virtual worker's rows; leave it out"
-            )
 
 
 class GradientParams(ElasticParams):
@@ -249,8 +218,7 @@ class GradientParams(ElasticParams):
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
-        "'fp16' or 'bf16': send gradients in half precision; 'bf16_error_feedback': as 'bf16', and what rounding takes "
-        "off a worker's gradients is sent with its next step; 'none': as they are.",
+        "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )

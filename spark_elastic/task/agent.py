@@ -24,9 +24,9 @@ from spark_elastic import clock
 from spark_elastic.membership.reasons import LossKind
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
-from spark_elastic.task.reaper import open_pidfd, restore_child_signal
-from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
-from spark_elastic.task.worker_template import TemplateAddress
+from spark_elastic.task.memory_kills import describe_kills, memory_kills
+from spark_elastic.task.reaper import default_child_signal, open_pidfd
+from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
 from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
@@ -154,7 +154,7 @@ def run_agent(
     launch: LaunchId,
     report: SlotReport,
     guardian: int | None = None,
-    template_guardians: Sequence[int] = (),
+    server_guardians: Sequence[int] = (),
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -166,11 +166,10 @@ def run_agent(
         launch: number of the slot's launch, by which the launcher recognises this agent.
         report: where the agent runs and what it may use there.
         guardian: process id of the executor's JVM; the agent ends when that process does.
-        template_guardians: the processes with which a template of workers ends; see `TemplateAddress`.
+        server_guardians: the processes with which a fork server ends; see `ForkServer`.
     """
-    restore_child_signal()
-    template = TemplateAddress.of(template_guardians, order.keep_workers_s, order.preimport)
-    return asyncio.run(_Agent(order, slot, launch, report, guardian, template).run())
+    with default_child_signal():
+        return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
 
 
 class _Agent:
@@ -181,10 +180,10 @@ class _Agent:
         launch: LaunchId,
         report: SlotReport,
         guardian: int | None,
-        template: TemplateAddress | None,
+        server_guardians: Sequence[int],
     ) -> None:
         self._order = order
-        self._template = template
+        self._server_guardians = server_guardians
         self._slot = slot
         self._launch = launch
         self._report = report
@@ -200,7 +199,9 @@ class _Agent:
         self._finish: FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
         self._kind = LossKind.REPORTED
-        """True if the agent ends because the channel to the driver closed."""
+        """The kind of cause that `_finish` is, for the agent's outcome."""
+        self._ends_with_guardian = False
+        """The executor's JVM has ended: workers die because the agent kills them, and Spark reports why."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
         self._opened = asyncio.Event()
@@ -248,8 +249,12 @@ class _Agent:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
         descriptor = -1 if self._guardian is None else open_pidfd(self._guardian)
         if descriptor >= 0:
-            asyncio.get_running_loop().add_reader(descriptor, self._finish_because, "the executor's JVM is gone")
+            asyncio.get_running_loop().add_reader(descriptor, self._guardian_ended)
         return descriptor
+
+    def _guardian_ended(self) -> None:
+        self._ends_with_guardian = True
+        self._finish_because("the executor's JVM is gone")
 
     async def _connect(self) -> None:
         """Connect to the driver, retrying until the timeout; end the agent if that fails."""
@@ -435,7 +440,7 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self, self._template)
+        self._process = WorkerProcess(self._order, self._env, self, self._server_guardians)
         self._running.add(self._process)
         self._all_gone.clear()
 
@@ -451,7 +456,7 @@ class _Agent:
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
         if process.worker is not None:
-            self._send(WorkerDying(process.worker, exit_code))
+            self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)
@@ -460,6 +465,8 @@ class _Agent:
         if process.worker is not None:
             before, now = process.memory_before, memory_kills()
             kills, _ = now.since(before)
+            if self._ends_with_guardian and not kills:
+                return
             tail, memory = process.stderr_tail, describe_kills(before, now)
             self._send(WorkerExited(process.worker, exit_code, tail, kills, memory))
 
@@ -473,7 +480,7 @@ def main() -> None:
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    pickle.dump(run_agent(order, slot, 0, report, template_guardians=[launcher]), out)
+    pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
     out.flush()
 
 

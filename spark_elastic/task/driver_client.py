@@ -20,14 +20,12 @@ from spark_elastic.task import reaper
 from spark_elastic.task.script import ScriptExit
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
-    SHARED_MEMORY_BYTES,
     Abandoned,
     Cut,
     EpochDecision,
     EpochEnded,
     EpochRow,
     Goodbye,
-    HostMemory,
     HostsUpdated,
     KvGather,
     KvGathered,
@@ -46,10 +44,8 @@ from spark_elastic.wire.messages import (
     WorkerHello,
     WorkerWelcome,
     WorldAssigned,
-    WorldChanged,
 )
-from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition
-from spark_elastic.wire.world_changes import changed
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
 
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
@@ -65,11 +61,7 @@ class ChannelLink:
         self._key = key
         self._channel = channel
         self._changed = threading.Condition()
-        self._assigned: WorldAssigned | None = None
-        """The newest world as the driver has sent it: changes are told as differences from it."""
         self._assignment: Assignment | None = None
-        self._host_memory: tuple[bytes, ...] = ()
-        """What `HostMemory` has brought for the next world."""
         self._provisional: ProvisionalPosition | None = None
         self._updates_seen = 0
         self._cut_round = 0
@@ -92,9 +84,6 @@ class ChannelLink:
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
         self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
-        self._prepare: Callable[[str], Preparation | None] | None = None
-        self._address: str | None = None
-        """The address to bind to: that of the newest world, or the probable one. None: the driver has not answered."""
         self._ending = False
         self._beat_now = threading.Event()
         self.stall_timeout_s = 0.0
@@ -106,23 +95,8 @@ class ChannelLink:
 
     # --- WorkerLink -----------------------------------------------------------------------------------
 
-    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None:
-        self._prepare = prepare
-
-    def _send_ready(self, round: int, version: StateVersion | None, at_init: bool, loop: int) -> None:
-        prepared: Preparation | None = None
-        if self._prepare is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._address is not None)
-                address = self._address
-            prepared = self._prepare(str(address))
-        if prepared is None:
-            self._send(Ready(round, version, at_init, loop, None))
-        else:
-            self._send(Ready(round, version, at_init, loop, prepared.endpoint, prepared.shared_memory))
-
     def join_at_init(self) -> Assignment | ProvisionalPosition:
-        self._send_ready(0, None, at_init=True, loop=1)
+        self._send(Ready(0, None, at_init=True, loop=1))
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
             position = self._assignment or self._provisional
@@ -137,7 +111,7 @@ class ChannelLink:
         meanwhile: Callable[[], None] | None = None,
     ) -> Assignment | ProvisionalPosition:
         self._version = version
-        self._send_ready(round, version, at_init=False, loop=loop)
+        self._send(Ready(round, version, at_init=False, loop=loop))
         if meanwhile is not None:
             meanwhile()
         with self._changed:
@@ -151,6 +125,8 @@ class ChannelLink:
 
     def report_version(self, version: StateVersion) -> None:
         before = self._version
+        if before is not None and version < before:  # back to a commit: the driver counts the steps that are lost
+            self._send(WorkerHeartbeat(before, None, self._after_loop, self._begun))
         self._version = version
         told_at_once = False
         if self._begun < self._newest_round():
@@ -302,12 +278,9 @@ class ChannelLink:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s, address):
+            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
                 self.stall_timeout_s = stall_timeout_s
-                with self._changed:
-                    self._address = self._address or address
-                    self._changed.notify_all()
                 beats = threading.Thread(
                     target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
                 )
@@ -325,13 +298,10 @@ class ChannelLink:
 
     def _store(self, message: Message) -> None:
         match message:
-            case HostMemory(payload):
-                size = SHARED_MEMORY_BYTES
-                self._host_memory = tuple(payload[start : start + size] for start in range(0, len(payload), size))
-            case WorldAssigned():
-                self._enter(message)
-            case WorldChanged():
-                self._enter(changed(self._assigned, message))
+            case WorldAssigned(world, addresses):
+                self._assignment = Assignment(world, self.worker, addresses, self._updates_seen)
+                self._replies.clear()
+                self._gathered.clear()
             case Provisional(rank, size, loop):
                 self._provisional = ProvisionalPosition(rank, size, loop)
             case LoopResult(loop):
@@ -344,15 +314,6 @@ class ChannelLink:
                 self._replies[request] = message
             case KvGathered(round, name, values):
                 self._gathered[round, name] = values
-
-    def _enter(self, assigned: WorldAssigned) -> None:
-        self._assigned = assigned
-        memory, self._host_memory = self._host_memory, ()
-        world, addresses = assigned.world, assigned.addresses
-        self._address = addresses[world.member(self.worker).rank]
-        self._assignment = Assignment(world, self.worker, addresses, self._updates_seen, assigned.endpoints, memory)
-        self._replies.clear()
-        self._gathered.clear()
 
     def _cut(self, round: int, why: str) -> None:
         with self._changed:

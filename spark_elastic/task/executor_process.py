@@ -3,8 +3,6 @@
 PySpark's TaskContext knows neither the executor's id nor its address. Both are in the command line of the executor's
 JVM, an ancestor of this process: `... CoarseGrainedExecutorBackend --executor-id 3 --hostname 10.0.0.7 ...`, on
 standalone, YARN and Kubernetes alike.
-
-Standard library only at the top: the doctor sends this source to executors that may lack the package.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
 _POLL_S = 0.2
 _ENDED = ("Z", "X")
@@ -140,6 +142,13 @@ def _wait_for_end_of(worker: int) -> None:
             time.sleep(_POLL_S)
 
 
+def kill_group(pid: int) -> None:
+    """SIGKILL a worker and its process group."""
+    for kill in (os.killpg, os.kill):  # it may not have made its group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
 def open_pidfd(pid: int) -> int:
     """Return a descriptor that becomes readable when the process ends; -1 if it is gone or the system has none.
 
@@ -151,14 +160,23 @@ def open_pidfd(pid: int) -> int:
         return -1
 
 
-def restore_child_signal() -> None:
-    """Set SIGCHLD to its default if it is ignored, as some supervisors have it: the exit codes of children were lost.
+@contextlib.contextmanager
+def default_child_signal() -> Iterator[None]:
+    """Set SIGCHLD to its default within the block if it is ignored, as some supervisors have it.
 
-    Has no effect outside of the main thread.
+    The exit codes of children would be lost. Has no effect outside of the main thread.
     """
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (
+        signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def process_state(pid: int) -> str:

@@ -11,8 +11,7 @@ import torch
 from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, CastCompressor, Compression, Compressor, ReduceOp
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
 from spark_elastic.tensorflow.host import (
     ALIGN_BYTES,
     Array,
@@ -96,11 +95,7 @@ class GradientReducer:
             return list(grads), scalars
 
         def on_host(*arrays: Array) -> list[Array]:
-            try:
-                return self._on_host(arrays, len(dense), len(sparse))
-            except HorovodInternalError as error:
-                error.in_reduction = True  # also if sparse gradients were being gathered
-                raise
+            return self._on_host(arrays, len(dense), len(sparse))
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
@@ -223,8 +218,7 @@ def DistributedGradientTape(
         gradtape: a tape, before or after use; `with hvd.DistributedGradientTape(tf.GradientTape()) as t` works too.
         device_dense: has no effect; for compatibility with Horovod.
         device_sparse: has no effect.
-        compression: the compressor of the sent gradients. With error feedback the tape must be made within a
-            `tf.function`, and be used for one set of variables; each trace of the function feeds back by itself.
+        compression: the compressor of the sent gradients.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
         op: Average or Sum.
         gradient_predivide_factor: divisor of gradients before the sum; sums are divided by size / factor.
@@ -235,14 +229,8 @@ def DistributedGradientTape(
         local_sources: variables whose gradients are not reduced.
 
     Raises:
-        UsageError: the arguments contradict each other, or error feedback outside of a `tf.function`.
+        UsageError: the arguments contradict each other.
     """
-    if issubclass(compression, CastCompressor) and compression.error_feedback and tf.executing_eagerly():
-        raise UsageError(
-            f"{compression.__name__} with a tape in eager execution, where every step makes a new tape and nothing is "
-            "fed back; put the step into a tf.function (which run_functions_eagerly and run_eagerly=True undo), use "
-            "DistributedOptimizer, or Compression.bf16"
-        )
     reducer = GradientReducer(
         op=op,
         compression=compression,

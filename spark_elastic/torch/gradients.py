@@ -267,9 +267,6 @@ class BackwardReducer:
             self._finish()
         except BaseException as error:
             self.abandon(group_over=isinstance(error, HorovodInternalError))
-            if isinstance(error, HorovodInternalError):
-                error.in_reduction = True
-                error.reducer = self
             raise
         for reduced in self.on_reduced:
             reduced()
@@ -325,8 +322,6 @@ class BackwardReducer:
         self._unseen = [slot for slot, kind in zip(self._slots, kinds, strict=True) if kind == 0]
         self._agreed_on = group
         self._plan(group)
-        for bucket in self._buckets:
-            bucket.forget_error()  # that of another world is divided by another size
 
     def _see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""
@@ -425,8 +420,6 @@ class BackwardReducer:
             self._kept = (self._made_for, buckets) if unused else (None, [])
             self._buckets = []
             self._group = None
-        for bucket in (*self._buckets, *self._kept[1]):
-            bucket.forget_error()
         self._works = []
         self._rearm()
         for slot in self._slots:

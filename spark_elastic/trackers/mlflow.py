@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from typing import Any
 
-from spark_elastic import clock
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.tracking import search_run_id
@@ -20,29 +20,31 @@ from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.trackers import mlflow_models
-from spark_elastic.trackers.mlflow_server import answers, is_reachable, large_requests, quick_requests
 
 log = logging.getLogger("spark_elastic.mlflow")
 
-NOT_METRICS = ("epoch", "ended")
-RETRY_AFTER_S = 10.0
-"""Time after a failure before the tracking server is tried again."""
-MOST_TRIES = 3
-"""Times that something is sent to a server that answers but fails to take it, for example under load."""
+END_WAIT_S = 60.0
+"""Seconds for which the end of a fit waits for what the tracking server has not taken yet."""
+_NOT_METRICS = ("epoch", "ended")
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
-_LONGEST_NAME, _MOST_METRICS = 250, 1000
-"""MLflow's limits of a metric's name, and of the metrics in one request."""
+_LONGEST_NAME = 250
 _PARENT = "mlflow.parentRunId"
-MODELS = ("native", "spark")
+_MODELS = ("native", "spark")
+_BRIEF = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40",
+}
+"""Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each."""
 
 
 class MLflowCallback(DriverCallback):
     """Logs settings, epochs, changes of the workers, the plot and the model of a fit to MLflow.
 
     If a run is active on the thread that calls `fit`, that run is logged to and left active; otherwise the callback
-    starts one and ends it. The tracking server is the one of `mlflow.set_tracking_uri`. If it cannot be reached, there
-    is one warning, the training continues, and what was not logged is sent once the server is back, at the latest at
-    the end of the fit.
+    starts one and ends it. The tracking server is the one of `mlflow.set_tracking_uri`. Settings, epochs and changes
+    are sent from another thread, where MLflow retries for minutes; what it then gives up is named by a warning. If no
+    run can be started, there is a warning, and nothing is logged. The training continues in any case.
 
     Args:
         run_name: Name of a run that is started.
@@ -69,12 +71,17 @@ class MLflowCallback(DriverCallback):
         experiment_name: str | None = None,
         nested: bool = False,
         tags: Mapping[str, str] | None = None,
-        log_models: Sequence[str] = MODELS,
+        log_models: Sequence[str] = _MODELS,
         registered_model_name: str | None = None,
     ) -> None:
-        check_installed()
+        try:
+            _mlflow()
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "mlflow":
+                raise
+            raise MissingExtraError(what="MLflowCallback", package="mlflow", extra="mlflow") from None
         kinds = [log_models] if isinstance(log_models, str) else list(log_models)
-        if unknown := [each for each in kinds if each not in MODELS]:
+        if unknown := [each for each in kinds if each not in _MODELS]:
             raise InvalidSettingsError(f'log_models must be a list of "native" and "spark", not {unknown[0]!r}')
         self.run_name = run_name
         self.experiment_name = experiment_name
@@ -83,51 +90,36 @@ class MLflowCallback(DriverCallback):
         self.log_models = tuple(kinds)
         self.registered_model_name = registered_model_name
         self.log_settings = True
-        self._fits = threading.local()
-        """The fits of each thread: all events of a fit come on one."""
+        self._thread = threading.local()
+        """The fits that run on each thread, the innermost last, and its newest: all events of a fit come on one."""
 
     @property
     def run_id(self) -> str | None:
         """The id of the run that this thread's newest fit was logged to; None before, and if none could be started."""
-        fit: MLflowFit | None = getattr(self._fits, "newest", None)
+        fit: _Fit | None = getattr(self._thread, "newest", None)
         return None if fit is None else fit.run_id
 
     def on_fit_start(self, run: DriverRun) -> None:
-        self._fits.newest = fit = MLflowFit(self, run)
+        self._thread.newest = fit = _Fit(self, run)
         fit.begin()
-        self._present().append(fit)
+        self._fits().append(fit)
 
     def on_epoch_end(self, row: Row) -> None:
-        self._present()[-1].epoch(row)
+        self._fits()[-1].epoch(row)
 
     def on_membership_change(self, change: MembershipChange) -> None:
-        self._present()[-1].change(change)
+        self._fits()[-1].change(change)
 
     def on_fit_end(self, result: DriverResult) -> None:
-        self._present().pop().end(result)
+        self._fits().pop().end(result)
 
-    def _present(self) -> list[MLflowFit]:
-        """Return the fits that run on this thread. The last has begun within an event of the one before it."""
-        if not hasattr(self._fits, "present"):
-            self._fits.present = []
-        fits: list[MLflowFit] = self._fits.present
+    def _fits(self) -> list[_Fit]:
+        fits: list[_Fit] = self._thread.__dict__.setdefault("fits", [])
         return fits
 
 
-@dataclass(slots=True)
-class _ToLog:
-    """Something that is to be logged: its name for people, the call that does it, and how often that has failed."""
-
-    name: str
-    call: Callable[[], None]
-    failures: int = 0
-
-
-class MLflowFit:
-    """One fit's way into MLflow: a queue of what is to be logged, and the run that it goes to.
-
-    What cannot be sent because the server cannot be reached stays in the queue, with its times.
-    """
+class _Fit:
+    """One fit's way into MLflow: the run, and a thread that sends what the fit does not wait for, in its order."""
 
     def __init__(self, callback: MLflowCallback, run: DriverRun) -> None:
         self._callback = callback
@@ -135,103 +127,65 @@ class MLflowFit:
         self._owns_run = False
         self._client: Any = None
         self.run_id: str | None = None
-        self._queue: list[_ToLog] = []
-        self._is_ending = False
-        self._retry_at = 0.0
-        self._is_away = True
-        """The server has not answered the last request, or there was none yet."""
-        self._is_without_run = False
-        """The server has refused the run itself, so there is nothing to log to."""
+        self._sender = ThreadPoolExecutor(1, "spark_elastic mlflow")
+        self._sent: list[Future[None]] = []
         self._warned: set[str] = set()
-        """What a warning was written about; "" for the server as a whole."""
         self._workers: int | None = None
         self._epochs = 0
         """The epoch that follows those that were reported: the step of what happens meanwhile."""
 
     def begin(self) -> None:
-        self._log("the run", self._start_run)
+        with _brief_requests():
+            self._try("the run", self._start_run)
         if self._callback.log_settings:
-            self._log("the settings", self._log_settings)
+            self._send("the settings", self._log_settings)
         tags = {"spark_elastic.resumed": str(self._run.resumed).lower(), **self._callback.tags}
-        self._log("the tags", lambda: self._set_tags(tags))
+        self._send("the tags", lambda: self._set_tags(tags))
 
     def epoch(self, row: Row) -> None:
         self._epochs = int(row["epoch"]) + 1
-        values = {name: float(value) for name, value in row.items() if name not in NOT_METRICS and value is not None}
+        values = {name: float(value) for name, value in row.items() if name not in _NOT_METRICS and value is not None}
         if self._workers is not None:
             values["workers"] = self._workers  # at each epoch, or a chart would draw a slope between two changes
-        self._log("an epoch", lambda: self._log_metrics(values, int(row["epoch"]), float(row["ended"])))
+        self._send("an epoch", lambda: self._log_metrics(values, int(row["epoch"]), float(row["ended"])))
 
     def change(self, change: MembershipChange) -> None:
         step, self._workers = self._epochs, change.after
-        self._log("the workers", lambda: self._log_metrics({"workers": change.after}, step, change.at))
+        self._send("the workers", lambda: self._log_metrics({"workers": change.after}, step, change.at))
         if change.kind not in ("finished", "failed"):
-            self._log("a change", lambda: self._set_tags({"spark_elastic.last_change": str(change)}))
+            self._send("a change", lambda: self._set_tags({"spark_elastic.last_change": str(change)}))
 
     def end(self, result: DriverResult) -> None:
-        self._retry_at, self._is_ending = 0.0, True
-        self._log("the outcome", lambda: self._set_tags(_outcome(result)))
-        self._log("the events", lambda: self._log_events(result))
-        if result.model is not None:
-            self._log("the plot", lambda: self._log_plot(result.model))
-            self._log("the model", lambda: self._log_models(result.model))
-        self._log("the end of the run", lambda: self._end_run(result.error))
-        if self._queue:
+        self._send("the outcome", lambda: self._set_tags(_outcome(result)))
+        waiting = wait(self._sent, END_WAIT_S).not_done
+        self._sender.shutdown(wait=not waiting, cancel_futures=True)
+        if waiting:
             log.warning(
-                "the MLflow run of this fit is incomplete: %s could not be logged, because the tracking server cannot "
-                "be reached",
-                ", ".join(dict.fromkeys(each.name for each in self._queue)),
+                "the MLflow run of this fit is incomplete: the tracking server has not taken all of it %.0f s after "
+                "the end of the training",
+                END_WAIT_S,
             )
             self._leave_run()
+        elif self.run_id is not None:
+            self._try("the events", lambda: self._log_events(result))
+            if result.model is not None:
+                self._try("the plot", lambda: self._log_plot(result.model))
+                self._try("the model", lambda: self._log_models(result.model))
+            self._try("the end of the run", lambda: self._end_run(result.error))
 
-    # --- the queue --------------------------------------------------------------------------------
+    def _send(self, name: str, call: Callable[[], None]) -> None:
+        """Have the sender's thread make a call, if there is a run."""
+        if self.run_id is not None:
+            self._sent.append(self._sender.submit(self._try, name, call))
 
-    def _log(self, name: str, call: Callable[[], None]) -> None:
-        """Queue a call, and do what is queued as far as the server can be reached."""
-        if self._is_without_run:
-            return
-        self._queue.append(_ToLog(name, call))
-        if clock.monotonic() < self._retry_at:
-            return
-        with quick_requests():
-            while self._queue:
-                item = self._queue[0]
-                uri = _mlflow().get_tracking_uri()
-                if not is_reachable(uri):
-                    self._wait_for_server(uri, "it accepts no connection")
-                    return
-                if self._is_away and not answers(uri):
-                    self._wait_for_server(uri, "it does not answer")
-                    return
-                self._is_away = False
-                try:
-                    item.call()
-                except Exception as error:
-                    item.failures += 1
-                    again = _may_pass(error) and item.failures < MOST_TRIES and not self._is_ending
-                    if again or not answers(uri):  # or it went away meanwhile
-                        self._wait_for_server(uri, f"{type(error).__name__}: {error}")
-                        return
-                    if item.name not in self._warned:
-                        self._warned.add(item.name)
-                        why = redacted(error)
-                        log.warning("%s could not be logged to MLflow: %s: %s", item.name, type(error).__name__, why)
-                    if self.run_id is None:
-                        self._is_without_run = True
-                        self._queue.clear()
-                        return
-                self._queue.pop(0)
-
-    def _wait_for_server(self, uri: str, why: str) -> None:
-        self._retry_at, self._is_away = clock.monotonic() + RETRY_AFTER_S, True
-        if "" not in self._warned:
-            self._warned.add("")
-            log.warning(
-                "the MLflow tracking server %s cannot be reached (%s); the training continues, and what is not logged "
-                "now is logged when the server is back, at the latest at the end of the fit",
-                redacted(uri),
-                redacted(why),
-            )
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        """Make a call; warn of its error, once for each name."""
+        try:
+            call()
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning("%s could not be logged to MLflow: %s: %s", name, type(error).__name__, redacted(error))
 
     # --- calls of MLflow --------------------------------------------------------------------------
 
@@ -258,12 +212,10 @@ class MLflowFit:
     def _log_settings(self) -> None:
         from mlflow.entities import Param
 
-        client = self._client
-        there = client.get_run(self.run_id).data.params  # of autologging, or of an earlier fit: they cannot be changed
+        there = self._client.get_run(self.run_id).data.params  # of autologging, or of an earlier fit: they stay
         params = {"estimator": self._run.name, **self._run.settings}
         new = [Param(name, str(value)) for name, value in params.items() if name not in there]
-        for start in range(0, len(new), 100):
-            client.log_batch(self.run_id, params=new[start : start + 100])
+        self._client.log_batch(self.run_id, params=new)
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -274,8 +226,7 @@ class MLflowFit:
         from mlflow.entities import Metric
 
         metrics = [Metric(_metric_name(name), value, int(1000 * at), step) for name, value in values.items()]
-        for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MOST_METRICS])
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def _log_events(self, result: DriverResult) -> None:
         client = self._client
@@ -292,7 +243,7 @@ class MLflowFit:
 
     def _log_models(self, model: Any) -> None:
         name = self._callback.registered_model_name
-        with self._in_run(), large_requests():
+        with self._in_run():
             if "native" in self._callback.log_models:
                 mlflow_models.log_native(model, name)
                 name = None
@@ -329,7 +280,7 @@ class MLflowFit:
     def _leave_run(self) -> None:
         """Take a run that could not be ended off this thread's stack, or the next fit would be logged to it."""
         if self._owns_run and self._is_active():
-            with contextlib.suppress(Exception), quick_requests():
+            with contextlib.suppress(Exception), _brief_requests():
                 _mlflow().end_run("FAILED")
 
 
@@ -353,12 +304,6 @@ def _outcome(result: DriverResult) -> dict[str, str]:
     return tags
 
 
-def _may_pass(error: Exception) -> bool:
-    """Return True for a failure of the server, which need not come again: an overload, a timeout, its database."""
-    status = getattr(error, "get_http_status_code", None)
-    return callable(status) and (status() == 429 or status() >= 500)
-
-
 def _metric_name(name: str) -> str:
     """Return a name that MLflow takes: one bad name would lose all values of its epoch."""
     clean = _NOT_IN_NAMES.sub("_", name)
@@ -377,11 +322,13 @@ def _mlflow() -> Any:
     return import_module("mlflow")
 
 
-def check_installed() -> None:
-    """Raise `MissingExtraError` if MLflow is not installed."""
+@contextlib.contextmanager
+def _brief_requests() -> Iterator[None]:
+    """Let requests of MLflow fail within seconds in the block, unless the user has set their limits."""
+    added = {name: value for name, value in _BRIEF.items() if name not in os.environ}
+    os.environ.update(added)
     try:
-        _mlflow()
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "mlflow":
-            raise
-        raise MissingExtraError(what="MLflowCallback", package="mlflow", extra="mlflow") from None
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

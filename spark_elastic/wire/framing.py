@@ -18,9 +18,6 @@ With `encrypt`, the nonces are fresh X25519 public keys, and what the two sides 
 direction's key. A frame's body is then encrypted by ChaCha20-Poly1305 with the sequence number as nonce, and its tag
 takes the place of the HMAC. Who has recorded a connection cannot read it with the job's key alone. The magic is another
 one, so that a peer with the other setting is refused at once.
-
-Standard library only, apart from `spark_elastic.errors`, unless `encrypt` is set: the doctor sends both sources to
-executors that may lack the package.
 """
 
 from __future__ import annotations

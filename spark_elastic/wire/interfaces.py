@@ -1,7 +1,4 @@
-"""The network interfaces of this machine, and the address of a host's name.
-
-Standard library only: the doctor sends this source to executors that may lack the package.
-"""
+"""The network interfaces of this machine, and the address of a host's name."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.wire.ports import split_port
 
 FUNCTION_PART_BYTES = 1 << 20
-SHARED_MEMORY_BYTES = 64
 
 
 class Message:
@@ -210,22 +209,6 @@ class WorkerHeartbeat(Message):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Where a worker listens for the other members of its next world, and what they have to know of it."""
-
-    address: str
-    port: int
-    first: int
-    """The number of the connection that the listener expects of rank 0; that of rank r is greater by r."""
-    kind: str
-    """The device that its tensors may be on: "cpu" or "gpu"."""
-    shares: str
-    """What it is set to do with memory that it could share: "auto", "shared" or "gloo"."""
-    note: str
-    """A text that has to be the same for all members."""
-
-
-@dataclass(frozen=True)
 class Ready(Message):
     """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
@@ -233,10 +216,6 @@ class Ready(Message):
     version: StateVersion | None
     at_init: bool
     loop: int
-    endpoint: Endpoint | None
-    """None: the members of its next world have to ask for its address."""
-    payload: bytes = b""
-    """For members on its host: how to find the memory that it shares, in `SHARED_MEMORY_BYTES`, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -346,15 +325,6 @@ class WorkerWelcome(Message):
     silence_limit_s: float
     stall_timeout_s: float
     """How long a member may wait in a collective before the driver acts."""
-    address: str
-    """The address that the worker will probably bind to in its first world."""
-
-
-@dataclass(frozen=True)
-class HostMemory(Message):
-    """Sent before a world with endpoints: its members' `Ready.payload`, of the receiver's host, by rank; or zeros."""
-
-    payload: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -364,8 +334,6 @@ class WorldAssigned(Message):
     world: World
     addresses: tuple[str, ...]
     """The address that each member binds to, by rank."""
-    endpoints: tuple[Endpoint, ...]
-    """Where each member listens already, by rank; empty if the members have to exchange their addresses first."""
 
     def __post_init__(self) -> None:
         size = self.world.size
@@ -375,46 +343,8 @@ class WorldAssigned(Message):
             raise ValueError("the members are not in rank order")
         if len(self.world.workers) != size:
             raise ValueError("a worker is a member twice")
-        if len(self.addresses) != size or len(self.endpoints) not in (0, size):
-            raise ValueError(f"{size} members with {len(self.addresses)} addresses and {len(self.endpoints)} endpoints")
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """A member of a world that was not in the world before."""
-
-    worker: int
-    place: Place
-    endpoint: Endpoint
-
-
-@dataclass(frozen=True)
-class MovedMember:
-    """A member that listens elsewhere than in the world before, or says something else of itself."""
-
-    rank: int
-    endpoint: Endpoint
-
-
-@dataclass(frozen=True)
-class WorldChanged(Message):
-    """The next world as its difference from the one that the receiver got last; see `wire.world_changes`."""
-
-    before: int
-    """The round of the world that the receiver got last."""
-    round: int
-    root: int
-    version: StateVersion | None
-    sync: bool
-    order: tuple[int, ...]
-    """The members by rank, as pairs: the rank that the first of some members had, and their number. The rank -1 stands
-    for newcomers."""
-    newcomers: tuple[Newcomer, ...]
-    """The newcomers, by rank."""
-    moved: tuple[MovedMember, ...]
-    advances: tuple[int, ...]
-    """By how much `Endpoint.first` has grown, for the members that are neither newcomers nor moved, by rank, as pairs:
-    the growth, and for how many members it is the same."""
+        if len(self.addresses) != size:
+            raise ValueError(f"{size} members with {len(self.addresses)} addresses")
 
 
 @dataclass(frozen=True)
@@ -540,7 +470,7 @@ class LaunchSpec:
     fetched_bytes: int = 0
     """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
     keep_workers_s: float = 0.0
-    """Seconds for which an executor keeps a template of workers after the job; 0: none is used."""
+    """Seconds for which an executor keeps a fork server of workers after the job; 0: none is used."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
@@ -552,7 +482,7 @@ def modules_of(function: bytes) -> tuple[str, ...]:
         return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
     if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
         return ("torch", "keras", "spark_elastic.collective.operations")
-    of_estimator = ("spark_elastic.ml.torch.engine",) if b"spark_elastic.ml" in function else ()
+    of_estimator = ("spark_elastic.ml.torch.training",) if b"spark_elastic.ml" in function else ()
     compiles = ("torch._dynamo",) if b"compile" in function else ()  # or else no worker needs it
     return ("torch", "spark_elastic.torch", *of_estimator, *compiles)
 

@@ -1,7 +1,4 @@
-"""Ports to listen at: one, a range, or any free one; and addresses with ports as text.
-
-Standard library only: the doctor sends this source to executors that may lack the package.
-"""
+"""Ports to listen at: one, a range, or any free one; and addresses with ports as text."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from typing import NamedTuple
 from spark_elastic.errors import InvalidSettingsError, PortsTakenError
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
-_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
-"""Also of IPv6. Each network namespace, and so each container, has its own."""
 
 
 class Ports(NamedTuple):
@@ -109,16 +104,6 @@ def taken_in_words(ports: Ports, setting: str, where: str) -> str:
             f"{setting}='{ports.first}-{min(ports.first + 15, 65535)}', in which each listener takes a free port"
         )
     return f"all {ports.size} ports of {setting}='{ports}' are taken {where}; give a wider range"
-
-
-def ephemeral_ports() -> Ports | None:
-    """Return the ports that the system gives to sockets without a number; None if it does not say."""
-    try:
-        with open(_RANGE_FILE) as stream:
-            first, last = map(int, stream.read().split())
-    except (OSError, ValueError):
-        return None
-    return Ports(first, last)
 
 
 # --- addresses with ports --------------------------------------------------------------------------------

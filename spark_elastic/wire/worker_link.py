@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spark_elastic.membership.topology import StateVersion, WorkerId, World
-from spark_elastic.wire.messages import Endpoint, EpochEnded, LiveProgress, Notice
+from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ loops = Loops()
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A world, and the addresses for connecting in it."""
+    """A world, and the addresses that its members bind to."""
 
     world: World
     worker: WorkerId
@@ -101,23 +101,6 @@ class Assignment:
     """The address that each member binds to, by rank."""
     updates_seen: int = 0
     """`updates_seen()` when this world arrived: it includes those updates."""
-    endpoints: Sequence[Endpoint] = ()
-    """Where each member listens already, by rank; empty if the members have to exchange their addresses."""
-    shared_memory: Sequence[bytes] = ()
-    """What the members on this host have said of their shared memory in `Preparation`, by rank; empty as above."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """What a worker has made for its next world before it knows that world.
-
-    Attributes:
-        endpoint: Where it listens.
-        shared_memory: How members on its host find its shared memory, in `SHARED_MEMORY_BYTES`; b"" if there is none.
-    """
-
-    endpoint: Endpoint
-    shared_memory: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +121,6 @@ class WorkerLink(Protocol):
 
     @property
     def worker(self) -> WorkerId: ...
-
-    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None:
-        """Call `prepare(address)` before each report that this worker is ready, on the thread that reports it.
-
-        Args:
-            prepare: Makes what the members of the next world will need; `address` is the one to bind to. It returns
-                None if that is not possible. None in its place: nothing is prepared from now on.
-        """
-        ...
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
         """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from spark_elastic.jobs import start
 from tests.pages import Block, blocks
 
 SHELL_TIMEOUT_S = 120.0
@@ -28,6 +29,7 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 def main(told: Path, wanted: list[str]) -> int:
+    start.in_notebook = lambda: True  # one block runs after the other: workers are kept from one to the next
     outcome: dict[str, str] = {}
     names: dict[str, dict[str, Any]] = {}
     for block in blocks("python", "sh"):

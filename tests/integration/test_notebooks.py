@@ -28,7 +28,9 @@ TWINS = [pytest.param(path, id=path.stem) for path in notebooks.sources()]
 @pytest.fixture(scope="module")
 def running(request):
     """The notebooks that are asked for, two at a time, since each waits a lot."""
-    items = [item for item in request.session.items if item.path == request.path]
+    items = [
+        item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
+    ]
     cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
     asked = {case["name"] for case in cases if "name" in case}
     with ThreadPoolExecutor(2) as pool:
@@ -39,7 +41,13 @@ def running(request):
         }
 
 
-@pytest.mark.parametrize("name", LEARNT)
+BY_NIGHT = {"02_elastic", "05_cross_validation", "07_batch_inference"}
+"""Notebooks whose code is also that of pages and tests that run by day."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in BY_NIGHT else []) for name in LEARNT]
+)
 def test_the_notebook_runs_from_top_to_bottom_and_has_learnt_something(running, name):
     pattern, low, high = LEARNT[name]
     text = shown(running[name].result(300))

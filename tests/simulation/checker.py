@@ -6,7 +6,6 @@ with what the registry holds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
 from spark_elastic.membership.reasons import LossKind, WaitKind
-from spark_elastic.membership.states import Phase, WorkerState
+from spark_elastic.membership.states import Phase
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
 
@@ -228,36 +227,7 @@ class Checker:
             require(self.waiting is not None, f"{machine.phase} does not say what it waits for")
         # each of these looks at all workers: with a thousand of them, not after every event
         if len(self.on_agent) <= EACH_EVENT_UP_TO or self.cluster.events % SOME_EVENTS == 0:
-            self._check_counts(machine.registry)
             self._check_progress_is_made(machine)
-
-    def _check_counts(self, registry: Any) -> None:
-        """Require that what the registry has counted is what is there."""
-        workers, agents = list(registry.workers.values()), list(registry.agents.values())
-        standing = [each for each in workers if each.state in (WorkerState.TRAINING, WorkerState.READY)]
-        leaving = {each.id for each in standing if each.agent.leaving is not None}
-        waiting = [each for each in workers if each.state in (WorkerState.AT_INIT, WorkerState.READY)]
-        counted = {
-            "standing": len(standing),
-            "holding": sum(each.version is not None for each in standing),
-            "leaving": len(leaving),
-            "leaving_holding": sum(each.version is not None for each in standing if each.id in leaving),
-            "after_loop": sum(each.after_loop for each in standing if each.state is WorkerState.TRAINING),
-            "waiting_in_loop": sum(each.loop > 0 for each in waiting),
-        }
-        if dataclasses.asdict(registry.tally) != counted:
-            raise Violation(f"the registry has counted {registry.tally}: {counted}")
-        if registry.leaving.keys() != leaving:
-            raise Violation(f"leaving are {leaving}, not {set(registry.leaving)}")
-        by_host: dict[str, list[Any]] = {}
-        for each in agents:
-            by_host.setdefault(each.place.host, []).append(each)
-        for host, here in by_host.items():
-            if list(registry.on_host(host)) != here:  # the sentence is longer than the check
-                raise Violation(f"the agents of {host} are {here}")
-            gone = sum(each.leaving is not None for each in here)
-            require(registry.leaving_on(host) == gone, f"{gone} agents of {host} are leaving")
-        require(set(registry.hosts()) == by_host.keys(), "a host is missing, or is empty")
 
     def _check_progress_is_made(self, machine: Any) -> None:
         """Require that the machine does not wait for something that has happened."""

@@ -35,19 +35,6 @@ class Bug:
 
 
 BUGS = (
-    Bug("a removed agent still counts as leaving", "registry", "        self.set_leaving(agent, None)\n", ""),
-    Bug(
-        "a member that leaves the code after its loop is still counted there",
-        "worlds",
-        "        with self._registry.changing(worker):\n            worker.after_loop = after_loop\n",
-        "        worker.after_loop = after_loop\n",
-    ),
-    Bug(
-        "the first state that a member reports is not counted",
-        "machine",
-        "                with self.registry.changing(worker):\n                    worker.version",
-        "                if worker:\n                    worker.version",
-    ),
     Bug("newcomers go before survivors", "ranking", "newcomer = len(places) + max(", "newcomer = -1 - max("),
     Bug("hosts are mixed", "ranking", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"),
     Bug(
@@ -114,7 +101,7 @@ BUGS = (
     Bug(
         "a world whose members have left their loop is replaced for an address",
         "worlds",
-        "not alone and not self._done and not self._registry.tally.after_loop:",
+        "not alone and not self._done and not self._registry.after_loop():",
         "not alone:",
     ),
     Bug(
@@ -132,7 +119,7 @@ BUGS = (
         "(tuple(self._registry.states[TRAINING]), self",
         "(tuple(self._registry.states[TRAINING])[:1], self",
     ),
-    Bug("a lost state goes unnoticed", "worlds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
+    Bug("a lost state goes unnoticed", "worlds", "and self.furthest.trained:", "and self.furthest.loop < 0:"),
     Bug(
         "one world too many",
         "worlds",
@@ -272,8 +259,8 @@ BUGS = (
     Bug(
         "workers wait on although they are enough again",
         "worlds",
-        "return holds and self._registry.count(READY) + len(self._done) < ",
-        "return holds and 0 < ",
+        "if self._gathering.next_world(have, now).go:",
+        "if self.phase is not Phase.WAITING and self._gathering.next_world(have, now).go:",
     ),
 )
 

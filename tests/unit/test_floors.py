@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "spark_elastic"
 
 FLOORS: tuple[str, ...] = (
-    "moved",
     "redaction",
     "errors",
     "clock",
@@ -24,6 +23,7 @@ FLOORS: tuple[str, ...] = (
     "data",
     "collective",
     "elastic",
+    "exact",
     "torch",
     "tensorflow",
     "keras",

@@ -265,24 +265,6 @@ FIGURES = [
     ),
     ("docs/benchmarks.md", "large-join.json", "4 MB: pause beyond a usual step", "optimizer state | {:.0f} / ", 1),
     ("docs/benchmarks.md", "large-join.json", "100 MB: pause beyond a usual step", " / {:.0f} / 338 ms", 1),
-    ("docs/benchmarks.md", "freed_memory.json", "784-512-512-10, Adam: step, memory kept", "| {:.1f} / 72.1 ms", 1),
-    (
-        "docs/benchmarks.md",
-        "freed_memory.json",
-        "784-3072-2048-512-10, Adam: step, memory returned when freed",
-        " / {:.1f} ms (ratio",
-        1,
-    ),
-    ("docs/benchmarks.md", "compression_loss.json", "fp16: loss at the end, of float32's", "is {:.3f} times", 1),
-    (
-        "docs/benchmarks.md",
-        "compression_loss.json",
-        "bf16: loss at the end, of float32's",
-        "{:.3f} with `bf16` and",
-        1,
-    ),
-    ("docs/benchmarks.md", "compression_time.json", "none: step", "9.8 M parameters takes {:.0f} ms", 1),
-    ("docs/benchmarks.md", "compression_time.json", "bf16_error_feedback: of float32's", "{:.2f} with `bf16_error", 1),
     ("docs/benchmarks.md", "large-join.json", "1000 MB: pause beyond a usual step", " / 59 / {:,.0f} ms", 1),
 ]
 """(page, file of results, series, the words that its median stands in, divided by)."""

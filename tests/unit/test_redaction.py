@@ -39,6 +39,12 @@ ADDRESSES = {
     '{{"token": "a\\"{secret}"}}': '{"token": ***}',
     "fs.s3a.secret.key={secret}": "fs.s3a.secret.key=***",
     "fs.azure.account.key.a.dfs.core.windows.net={secret}": "fs.azure.account.key.a.dfs.core.windows.net=***",
+    "PASSWORD: {secret}": "PASSWORD: ***",
+    "db_password:\t'{secret} x'": "db_password:\t***",
+    "tool --password {secret} --user me": "tool --password *** --user me",
+    "tool --db-api-key '{secret} x' y": "tool --db-api-key *** y",
+    "jdbc:oracle:thin:scott/{secret}@host:1521:db": "jdbc:oracle:thin:***@host:1521:db",
+    "jdbc:oracle:oci:scott/{secret}/x@y@//host/db": "jdbc:oracle:oci:***@//host/db",
     "Authorization: Bearer {secret}": "Authorization: Bearer ***",
     "{{'authorization': 'Basic {secret}='}}": "{'authorization': 'Basic ***'}",
     "a call of https://u:{secret}@h/api failed": "a call of https://***@h/api failed",
@@ -62,6 +68,9 @@ def test_credentials_in_a_text_are_redacted(address: str) -> None:
         "/data/tokens/key",
         "forward(token=None)",
         "no Authorization header",
+        "forward(token: str)",
+        "jdbc:oracle:thin:@host:1521/db",
+        "--password --user me",
         "spark_elastic: rank 0 on host-a lost (exit code 1)",
     ],
 )
@@ -73,6 +82,7 @@ def test_redaction_of_a_long_word_takes_linear_time() -> None:
     began = time.process_time()
     redacted("://" + "a" * 300_000 + "?" + "b" * 300_000)
     redacted("=" + "token." * 50_000)
+    redacted("jdbc:oracle:a:" * 20_000)
     assert time.process_time() - began < 5
 
 

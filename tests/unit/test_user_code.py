@@ -68,6 +68,11 @@ from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticT
 def use(model: ElasticTorchModel) -> None:
     ElasticTorchEstimator(raw_prediction="rawPrediction")
     ElasticTorchEstimator(epochs="3")
+    ElasticTorchEstimator("model")
+    ElasticTorchEstimator().setEpochs("3")
+    ElasticTorchEstimator().setEpoch(3)
+    ElasticTorchEstimator().fit("df")
+    ElasticKerasEstimator(train_fn=len)
     ElasticTorchEstimator(optimizer="adam")
     ElasticTorchEstimator().setParams(epoch=3)
     ElasticKerasEstimator(output_type="vectors")
@@ -110,6 +115,7 @@ def test_there_are_programs_to_check() -> None:
     assert len(names) >= 7 + 12
 
 
+@pytest.mark.soak
 def test_mypy_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     api = pytest.importorskip("mypy.api")
     files = [str(path) for path in sorted(folder.glob("*.py"))]

@@ -15,7 +15,7 @@ from typing import Any
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, Preparation, ProvisionalPosition
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
 
 STALL_TIMEOUT_S = 7200.0
 
@@ -23,10 +23,8 @@ STALL_TIMEOUT_S = 7200.0
 class WorldLink:
     """A `WorkerLink` over a connection to a `WorldDriver`."""
 
-    def __init__(self, connection: Connection, worker: int, host: str) -> None:
+    def __init__(self, connection: Connection, worker: int) -> None:
         self.worker = worker
-        self._host = host
-        self._prepare: Callable[[str], Preparation | None] | None = None
         self.version: StateVersion | None = None
         self._connection = connection
         self._send_lock = threading.Lock()
@@ -51,8 +49,8 @@ class WorldLink:
                 callback = None
                 with self._changed:
                     if kind == "world":
-                        world, addresses, *prepared = rest
-                        self._assignments.append(Assignment(world, self.worker, addresses, self._updates, *prepared))
+                        world, addresses = rest
+                        self._assignments.append(Assignment(world, self.worker, addresses, self._updates))
                     elif kind == "provisional":
                         self._assignments.append(ProvisionalPosition(*rest))
                     elif kind == "updated":
@@ -78,11 +76,8 @@ class WorldLink:
             self._newest = answer if isinstance(answer, Assignment) else self._newest
             return answer
 
-    def prepare_with(self, prepare: Callable[[str], Preparation | None] | None) -> None:
-        self._prepare = prepare
-
     def _ready(self, round: int, version: StateVersion | None, at_init: bool) -> None:
-        self.send("ready", round, version, at_init, self._prepare(self._host) if self._prepare else None)
+        self.send("ready", round, version, at_init)
 
     def join_at_init(self) -> Any:
         if self._newest is not None:
@@ -184,12 +179,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def worker_main(address: str, worker: int, host: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def worker_main(address: str, worker: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_num_threads(1)
     connection = Client(address, family="AF_UNIX")
-    own = WorldLink(connection, worker, host)
+    own = WorldLink(connection, worker)
     worker_link.install(own)
     own.send("hello", worker)
     try:

@@ -17,7 +17,6 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
-from spark_elastic.wire.worker_link import Preparation
 from tests.unit.world_link import worker_main
 
 WAIT_S = 60.0
@@ -42,7 +41,6 @@ class _Peer:
     process: Any
     connection: Connection | None = None
     ready: tuple[int, int | None, bool] | None = None
-    prepared: Preparation | None = None
     joined: bool = False
     """It is, or waits to be, a member: it is not a newcomer in its init."""
 
@@ -54,8 +52,6 @@ class WorldDriver:
     hosts: Sequence[str] = ("127.0.0.1",)
     """Workers are put on these in turn."""
     start_with: int = 1
-    introduces: bool = True
-    """Members get one another's endpoints with the world; False: they exchange their addresses."""
     world: World | None = None
     done: dict[int, Any] = field(default_factory=dict)
     raised: list[str] = field(default_factory=list)
@@ -101,9 +97,8 @@ class WorldDriver:
             with self._changed:
                 worker = self._next_worker
                 self._next_worker += 1
-            host = self.hosts[(worker - 1) % len(self.hosts)]
             process = _context.Process(
-                target=worker_main, args=(self._listener.address, worker, host, function, args), daemon=True
+                target=worker_main, args=(self._listener.address, worker, function, args), daemon=True
             )
             with self._changed:
                 self._peers[worker] = _Peer(worker, process)
@@ -211,13 +206,11 @@ class WorldDriver:
         gone = self._evicted | self.done.keys()
         return [self._peers[m.worker] for m in self.world.members if m.worker not in gone]
 
-    def _ready(
-        self, peer: _Peer, round: int, version: StateVersion | None, at_init: bool, prepared: Preparation | None
-    ) -> None:
+    def _ready(self, peer: _Peer, round: int, version: StateVersion | None, at_init: bool) -> None:
         if at_init and self.world is not None:
             self._send(peer, "provisional", self.world.size, self.world.size + 1)
             return
-        peer.ready, peer.joined, peer.prepared = (round, version, at_init), True, prepared
+        peer.ready, peer.joined = (round, version, at_init), True
         if self.world is not None and not self._broken and self._updates_due():
             self._updates += 1
             for member in self._members():
@@ -276,11 +269,5 @@ class WorldDriver:
         addresses = tuple(m.place.host for m in members)
         for peer in order:
             peer.ready = None
-        prepared = [peer.prepared for peer in order]
-        introduced = [each for each in prepared if each is not None] if self.introduces else []
         for peer in order:
-            if len(introduced) < len(order):
-                self._send(peer, "world", self.world, addresses)
-                continue
-            here = [p.prepared.shared_memory for p in order if p.prepared and self._host(p) == self._host(peer)]
-            self._send(peer, "world", self.world, addresses, [each.endpoint for each in introduced], here)
+            self._send(peer, "world", self.world, addresses)

@@ -95,13 +95,13 @@ class WindowedShuffle:
 
     # --- streams and windows ------------------------------------------------------------------
 
-    def owned(self, rank: int, size: int, ranks: int = 1) -> tuple[int, int]:
-        """Return the streams `[first, last)` of a rank, or of several from it on.
+    def owned(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the streams `[first, last)` of a rank.
 
         There are none for some ranks if there are more ranks than streams.
         """
         streams = self.settings.lanes
-        return streams * rank // size, streams * (rank + ranks) // size
+        return streams * rank // size, streams * (rank + 1) // size
 
     def stream(self, stream: int) -> tuple[int, int]:
         """Return where a stream begins in the chunk sequence, and its number of rows."""

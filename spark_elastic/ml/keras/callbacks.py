@@ -8,7 +8,7 @@ are sent to new workers and are part of checkpoints, see `spark_elastic.keras.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.callback_state import CallbackSnapshot
 from spark_elastic.ml.callbacks import Callback, Logs, Run
-from spark_elastic.ml.training.engine import CallbackEvent
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
@@ -174,15 +173,11 @@ class KerasCallbacks:
         self._of_test_batches = [one for one in self._adapted.values() if one.acts_on_test_batches]
 
     @contextmanager
-    def test_batch(self, number: int, seed: Callable[[CallbackEvent], None] = lambda event: None) -> Iterator[None]:
-        """Call the callbacks before and after a batch of a validation; `seed` seeds what they may draw from."""
-        if self._of_test_batches:
-            seed(CallbackEvent.TEST_BATCH_BEGIN)
+    def test_batch(self, number: int) -> Iterator[None]:
+        """Call the callbacks before and after a batch of a validation."""
         for one in self._of_test_batches:
             one.on_test_batch("on_test_batch_begin", number)
         yield
-        if self._of_test_batches:
-            seed(CallbackEvent.TEST_BATCH_END)
         for one in self._of_test_batches:
             one.on_test_batch("on_test_batch_end", number)
 

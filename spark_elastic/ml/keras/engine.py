@@ -16,17 +16,15 @@ from spark_elastic.collective.reduction import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import backend as values
 from spark_elastic.keras.elastic.handlers import handler_for
-from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.keras.sync_batch_normalization import convert
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
-from spark_elastic.ml.keras.exact import KerasExactSteps
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
@@ -35,8 +33,8 @@ from spark_elastic.ml.keras.metrics import (
     count_losses_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
-from spark_elastic.ml.keras.steps import StepGraphs, part_arguments
-from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, first_rows
+from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
+from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
 from spark_elastic.ml.training.saving import CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
@@ -79,17 +77,17 @@ class PreparedModel(NamedTuple):
 def prepare(training: KerasTraining) -> PreparedModel:
     """Compile the model and trace its step; raise as `training.train` does."""
     model, compiled = training.model.load(), training.compiled.load()
-    if training.sync_batch_norm and training.virtual_workers is None:
+    if training.sync_batch_norm:
         convert(model)
     shares = Shares()
     averaged: list[str] = []
-    exact = count_by_row(complete_losses(compiled, model), shares, averaged)
+    by_row = count_by_row(complete_losses(compiled, model), shares, averaged)
     model.compile(
-        optimizer=exact.optimizer,
-        loss=exact.loss,
-        loss_weights=exact.loss_weights,
-        metrics=exact.metrics,
-        weighted_metrics=exact.weighted_metrics,
+        optimizer=by_row.optimizer,
+        loss=by_row.loss,
+        loss_weights=by_row.loss_weights,
+        metrics=by_row.metrics,
+        weighted_metrics=by_row.weighted_metrics,
         jit_compile=False,  # the reduction calls Python, which XLA cannot
         auto_scale_loss=False,  # `compile_arguments` has done so
     )
@@ -136,20 +134,6 @@ class KerasEngine(Engine):
         self.callbacks = callbacks
         self._stepping = False
         """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
-        self._exact: KerasExactSteps | None = None
-        if training.virtual_workers is not None:
-            self._exact = KerasExactSteps(
-                training,
-                ready.model,
-                ready.feeder,
-                ready.metrics,
-                ready.graphs,
-                ready.compiled,
-            )
-        self._validated = Progress()
-        """The progress of the training at the last `begin_validation`."""
-        self._own_loss: float | None = None
-        """With virtual workers: the loss of this worker's rows in the last step, if it was NaN or infinite."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
 
@@ -161,13 +145,9 @@ class KerasEngine(Engine):
         """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
     def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        return self._feeder.batches(batches) if self._exact is None else batches
+        return self._feeder.batches(batches)
 
     def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
-        if self._exact is not None:
-            numbers, self._own_loss = self._exact.step(batch, at, stop)
-            self.stepped()
-            return Measured(numbers[:-1], (), bool(numbers[-1]))
         with lost_peers_translated():
             totals = self._totals(batch)
             # two positive numbers below 2**31, which every type of seed can hold
@@ -199,26 +179,7 @@ class KerasEngine(Engine):
 
     def _totals(self, batch: KerasBatch) -> list[float]:
         """Return the denominators of the losses in the whole batch; those that are counted are reduced."""
-        return self._graphs.totals([[part.tensors for part in batch.parts]], lambda own: allreduce_(own[0], op=Sum))
-
-    def begin_validation(self, at: Progress) -> None:
-        self._validated = at
-
-    def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
-        if self._exact is None:
-            return super().measure_together(batches, before)
-        return self._exact.measure(batches, before, self._validated.epoch, self.callbacks.test_batch), ()
-
-    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:
-        if self._exact is not None:
-            self._exact.seed_callbacks(event, epoch, position)
-
-    def environment(self) -> Mapping[str, str]:
-        return {} if self._exact is None else self._exact.workers.environment
-
-    def compare_environment(self, then: Mapping[str, str]) -> None:
-        if self._exact is not None:
-            self._exact.workers.compare_environment(then)
+        return self._graphs.totals(batch.parts, lambda own: allreduce_(own, op=Sum))
 
     def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
@@ -234,7 +195,7 @@ class KerasEngine(Engine):
 
     def share_buffers(self) -> None:
         buffers = self._graphs.buffers
-        if self._size < 2 or not buffers or self._exact is not None:
+        if self._size < 2 or not buffers:
             return
         if self._rank == 0:
             broadcast_tensors([values.to_wire(each) for each in buffers], 0)
@@ -246,8 +207,6 @@ class KerasEngine(Engine):
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:
-        if self._exact is not None:
-            return self._own_loss is not None
         sums = self._graphs.read().numpy()  # of this worker's last step
         return self.metrics.non_finite_loss(sums) is not None
 
@@ -315,14 +274,15 @@ def _copy(source: Any, target: Any) -> None:
 class EngineSteps(OptimizerSteps):
     """Counts the steps of an engine for the elastic state, and undoes what an unfinished step has changed."""
 
-    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
-        super().__init__(handlers, counter, watch)
+    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter) -> None:
+        super().__init__(handlers, counter)
         self._engine = engine
         counter.steps["optimizer"] = 0
         engine.stepped = lambda: counter.stepped("optimizer")
 
-    def undo_step(self, choice: Recovery) -> None:
+    def undo(self, plain: dict[str, Any]) -> str:
         self._engine.undo_step()
+        return super().undo(plain)
 
 
 def assemble(training: KerasTraining) -> Trainer:
@@ -345,5 +305,5 @@ def assemble(training: KerasTraining) -> Trainer:
         "callbacks": engine.callbacks,
         "at": checkpoints.first_progress(),
     }
-    state = TrainingState(handler_of, LoopWatch, partial(EngineSteps, engine), elastic_values)
+    state = TrainingState(handler_of, partial(EngineSteps, engine), elastic_values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)

@@ -146,7 +146,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         shuffle: bool = True,
         seed: int = 0,
         consistency: Consistency = "trajectory",
-        virtual_workers: int | None = None,
         validation: float | str | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -206,6 +205,14 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         from spark_elastic.ml.keras import safe_objects
 
         return safe_objects
+
+    def _check_together(self) -> None:
+        if self._given("consistency") == "exact":
+            raise InvalidSettingsError(
+                "consistency='exact' is for PyTorch alone; leave it out: results of ElasticKerasEstimator agree up to "
+                "rounding and random numbers for any number of workers"
+            )
+        super()._check_together()
 
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")
@@ -330,7 +337,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             columns = [field.columns for field in inputs]
             check_order("feature_cols", "inputs", names, columns)
             check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
-        if model.built:
+        # build() of a subclass without a build of its own only says that it is built
+        if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
             return model
         if self._given("transformation_fn") is not None:
             raise InvalidSettingsError(

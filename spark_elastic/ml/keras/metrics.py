@@ -139,11 +139,7 @@ class KerasMetricAccumulator(MetricAccumulator):
     @property
     def names(self) -> list[str]:
         metrics = [_AUTOMATIC_NUMBER.sub("", str(metric.name)) for metric in self._model.metrics]
-        return [*metrics, *self.returned[""], f"{self.width('')} numbers"]
-
-    def width(self, prefix: str) -> int:
-        """Return the length of the vector of a training ("") or validation ("val_")."""
-        return self._states + len(self.returned[prefix]) + 1
+        return [*metrics, *self.returned[""], f"{self._states + len(self.returned['']) + 1} numbers"]
 
     def reset(self) -> None:
         self.restore(self._first)

@@ -17,7 +17,6 @@ import torch
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.keras.elastic.shard_variables import buffers_of, seeds_of
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares, variables_of_losses
@@ -148,14 +147,6 @@ class StepGraphs:
         self._uncounted = graph(self._uncounted_pass, specs, of_part)
         self._count = graph(self._denominators, specs)
         self.reset, self.read = graph(metrics.reset), graph(metrics.read)
-        if training.virtual_workers is not None:
-            self.shard_part = graph(self._shard_part, specs, of_part).get_concrete_function()
-            self.update = graph(self._update)
-            refuse_drawn_in_graph(self.shard_part, "train_step")
-            if training.validates:
-                self.evaluate_part = graph(self._evaluated_part, specs, of_part).get_concrete_function()
-                refuse_drawn_in_graph(self.evaluate_part, "test_step")
-            return
         self._traced_whole = graph(self._whole_step, specs, of_part, OF_STEP)
         self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
@@ -204,27 +195,6 @@ class StepGraphs:
             grads = [_bounded(grad, value * tf.cast(scale, tf.float64)) for grad in grads]
         return grads
 
-    @property
-    def variables(self) -> list[Any]:
-        """The variables that `train_step` gives the optimizer."""
-        return self._variables
-
-    def _shard_part(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
-        """Return the dense gradients of some rows of a shard, and the sums of their losses and metrics."""
-        self._metrics.reset()
-        grads, returned = self._part(tensors, of_part)
-        numbers = tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
-        return [None if grad is None else tf.convert_to_tensor(grad) for grad in grads], numbers
-
-    def _update(self, grads: list[Any]) -> None:
-        """Do the optimizer's step with the gradients of a whole batch."""
-        self._optimizer.apply(self._clipped(grads), self._variables)
-
-    def _evaluated_part(self, tensors: Any, of_part: Any) -> Any:
-        self._metrics.reset()
-        returned = self._evaluated(tensors, of_part)
-        return tf.concat([self._metrics.read(), returned, of_part[:1]], 0)
-
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
         self._begun(of_step)
         grads, returned = self._part(tensors, of_part)
@@ -259,17 +229,17 @@ class StepGraphs:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def totals(self, shards: Iterable[Sequence[tuple[Any, ...]]], reduce: Callable[[Any], Any]) -> list[float]:
+    def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return the denominator of each loss in the whole batch, for `part_arguments`.
 
         Args:
-            shards: the tensors of the parts of each shard of this worker's rows.
-            reduce: adds a table of numbers, float64 [shards, losses], up over the shards of all workers.
+            parts: the parts of this worker's rows.
+            reduce: adds up a vector of denominators, float64 [losses], over all workers.
         """
         if not self._shares.counted:
             return [1.0] * self._shares.terms
-        table = [sum((self._count(part).numpy() for part in parts), np.zeros(self._shares.terms)) for parts in shards]
-        return list(reduce(torch.from_numpy(np.stack(table))).tolist())
+        own = sum((self._count(part.tensors).numpy() for part in parts), np.zeros(self._shares.terms))
+        return list(reduce(torch.from_numpy(own)).tolist())
 
     def step(
         self,
@@ -323,20 +293,16 @@ def part_arguments(part: BatchPart, global_rows: int, totals: Sequence[float]) -
     return part.tensors, tf.constant([part.rows, part.rows / global_rows, *totals], tf.float64)
 
 
-def refuse_drawn_in_graph(function: Any, where: str) -> None:
-    """Raise InvalidSettingsError if random numbers of a graph depend on the calls that were made of it before.
+def buffers_of(model: Any) -> list[Any]:
+    """Return the variables that a forward pass changes, such as moving means; frozen weights are not among them."""
+    trained = {id(each) for layer in model._flatten_layers() for each in layer._trainable_variables}
+    return [each for each in model.non_trainable_weights if id(each) not in trained]
 
-    The operations of tf.random without a generator have a counter in each process, which nothing can set.
-    """
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
-    drawing = sorted({f"{node.op} ({node.name})" for node in nodes if "seed2" in node.attr})
-    if drawing:
-        raise InvalidSettingsError(
-            f"the {where} of the model draws random numbers by an operation of tf.random that counts its calls: "
-            f"{', '.join(drawing)}. consistency='exact' needs numbers that follow from the step: use keras.random "
-            "with a keras.random.SeedGenerator of the layer, or tf.random.get_global_generator()"
-        )
+
+def seeds_of(model: Any) -> list[Any]:
+    """Return the states of the model's random generators."""
+    known = {id(each) for each in model.weights}
+    return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
 
 
 # --- dense and sparse gradients -----------------------------------------------------------------------

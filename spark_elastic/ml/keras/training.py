@@ -66,13 +66,10 @@ def train(training: KerasTraining) -> TrainingResult:
     check_backend("ElasticKerasEstimator")
     adopt(training.config)
     init()
-    exact = training.virtual_workers is not None
     # An environment variable has the number of the Spark task's cores, or the user's.
-    if exact:
-        set_threads(training.num_threads or 1)  # bits may depend on it, and the host must not decide it
-    elif training.num_threads is not None or not os.environ.get(_THREADS_ENV):
+    if training.num_threads is not None or not os.environ.get(_THREADS_ENV):
         set_threads(threads_for(training.num_threads, host_cores(), local_size()))
-    _choose_device(training.device, local_rank(), exact)
+    _choose_device(training.device, local_rank())
     from spark_elastic.ml.keras.engine import assemble
 
     return assemble(training).run()
@@ -140,7 +137,7 @@ def set_threads(count: int) -> None:
             log.info("TensorFlow runs with %s threads in this process, and cannot change to %s", has or "all", count)
 
 
-def _choose_device(asked: str | None, local_rank: int, exact: bool = False) -> None:
+def _choose_device(asked: str | None, local_rank: int) -> None:
     """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
 
     None and "auto" stand for the GPU of the local rank, or the CPU where there is no GPU.
@@ -152,10 +149,6 @@ def _choose_device(asked: str | None, local_rank: int, exact: bool = False) -> N
     if asked is None and not gpus:
         return
     name = device_name(asked or "gpu")
-    if exact and not name.startswith("/CPU"):
-        raise InvalidSettingsError(
-            f"consistency='exact' trains on the CPU, and this worker would train on {name}; set device='cpu'"
-        )
     if name.startswith("/CPU"):
         chosen = []
     else:

@@ -12,26 +12,19 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
-from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
-from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
-from spark_elastic.ml.torch.exact import ExactSteps
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, load_state, state_of, to_bytes, weights_to_bytes
-from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, adopt, build_optimizer
-from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, gather_pieces
-from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
-from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
-from spark_elastic.ml.training.trainer import Trainer
-from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
+from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
+from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 from spark_elastic.wire.pickling import round_trip
 
@@ -51,15 +44,9 @@ class TorchEngine(Engine):
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
-        exact = training.virtual_workers is not None
-        if exact and self._device.type != "cpu":
-            raise InvalidSettingsError(
-                "consistency='exact' trains on the CPU, and this worker would train on "
-                f"{self._device}; set device='cpu'"
-            )
         best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
         model = training.model.to(self._device)
-        if training.sync_batch_norm and not exact:
+        if training.sync_batch_norm:
             synchronise(model)
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
@@ -69,16 +56,8 @@ class TorchEngine(Engine):
         self._maker = BatchMaker(training, self._device)
         self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._exact = ExactSteps(training, model, optimizer, self._objective, metrics, self._maker) if exact else None
-        if not exact:
-            optimizer = hvd.DistributedOptimizer(
-                optimizer,
-                named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
-                compression=getattr(hvd.Compression, training.compression),
-                backward_passes_per_step=training.accumulation,
-                op=hvd.Sum,
-            )
-        super().__init__(training, model, optimizer, best, metrics)
+        named = [(name, param) for name, param, _ in self._named if id(param) in trained]
+        super().__init__(training, model, self._reducing(training, model, optimizer, named), best, metrics)
         self.gathers = metrics.gathers
         with_grad = [param for _, param, requires_grad in self._named if requires_grad]
         self._params = [param for param in with_grad if id(param) in trained]
@@ -90,6 +69,22 @@ class TorchEngine(Engine):
         """The progress of the training at the last `begin_validation`."""
         self._own_loss: float | None = None
         """The loss of this worker's rows in the last step, if it was NaN or infinite."""
+
+    def _reducing(
+        self,
+        training: TorchTraining,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+    ) -> Any:
+        """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters."""
+        return hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=named,
+            compression=getattr(hvd.Compression, training.compression),
+            backward_passes_per_step=training.accumulation,
+            op=hvd.Sum,
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -106,18 +101,14 @@ class TorchEngine(Engine):
         self._objective.set_mode(self.model, True)
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
-        if self._exact is None:
-            self._seed(at.epoch, batch.start)
+        self._seed(at.epoch, batch.start)
         self._check_frozen()
         begun = int(at.history[-1]["steps"]) if at.history else 0
         self._objective.begin(self.model, self._place(at, at.step - begun))
         self.optimizer.zero_grad()
         for param in self._others:
             param.grad = None
-        if self._exact is None:
-            numbers, pieces = self._gradients(batch, stop)
-        else:
-            numbers, pieces, self._own_loss = self._exact.gradients(batch, at, stop)
+        numbers, pieces = self._gradients(batch, at, stop)
         self._apply(numbers, batch.global_rows)
         self.schedule.after_step()
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
@@ -137,12 +128,12 @@ class TorchEngine(Engine):
                     "one of them"
                 )
 
-    def _gradients(self, batch: Batch, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """Run forward and backward over the parts of a batch.
+    def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        """Run forward and backward over the parts of a batch, and reduce the gradients.
 
         Returns:
-            The sums of losses and metrics of these rows followed by the stop flag, float64, and the metric states that
-            were gathered. The optimizer's step reduces the vector with the gradients, to the sum over all workers.
+            The sums of losses and metrics over all workers followed by the number of workers that ask to stop, float64,
+            and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -178,6 +169,7 @@ class TorchEngine(Engine):
         if share is not None:
             with nullcontext() if parts else without_rows():
                 share.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.synchronize()
         return numbers, all_pieces
 
     def _forward(self, parts: Sequence[TorchBatch], number: int) -> ForwardResult:
@@ -189,10 +181,8 @@ class TorchEngine(Engine):
             return self._objective.forward(self.model, parts[number])
 
     def _apply(self, numbers: torch.Tensor, global_rows: int) -> None:
-        """Reduce, scale, clip, and do the optimizer's step; `numbers` are reduced with the gradients."""
-        training, optimizer, exact = self._training, self.optimizer, self._exact is not None
-        if not exact:
-            optimizer.synchronize()
+        """Scale and clip the reduced gradients, and do the optimizer's step."""
+        training = self._training
         counts = numbers[1 : self.metrics.rows_position : 2].tolist()
         if (scale := self._objective.scale(counts, global_rows)) != 1.0:
             for param in self._params:
@@ -201,9 +191,12 @@ class TorchEngine(Engine):
         self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
         self.updating = True
-        with nullcontext() if exact else optimizer.skip_synchronize():
-            optimizer.step()
+        self._step_optimizer()
         self.updating = False
+
+    def _step_optimizer(self) -> None:
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
 
     def _seed(self, epoch: int, position: int) -> None:
         """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""
@@ -230,27 +223,11 @@ class TorchEngine(Engine):
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
-    def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
-        if self._exact is None:
-            return super().measure_together(batches, before)
-        return self._exact.measure(batches, before, self._validated.epoch)
-
-    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:
-        if self._exact is not None:
-            self._exact.seed_callbacks(event, epoch, position)
-
-    def environment(self) -> Mapping[str, str]:
-        return {} if self._exact is None else self._exact.workers.environment
-
-    def compare_environment(self, then: Mapping[str, str]) -> None:
-        if self._exact is not None:
-            self._exact.workers.compare_environment(then)
-
     def _place(self, at: Progress, index: int) -> StepPlace:
         return StepPlace(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
 
     def share_buffers(self) -> None:
-        if self._size > 1 and self._buffers and self._exact is None:
+        if self._size > 1 and self._buffers:
             broadcast_tensors(self._buffers, 0)
 
     def has_local_non_finite_loss(self) -> bool:
@@ -269,8 +246,7 @@ class TorchEngine(Engine):
         load_state(self.model, state_of(self.best))
 
     def finish(self) -> None:
-        if self._exact is None:
-            self.optimizer.detach()  # frees the gradients and their buckets, which are as large as the model each
+        self.optimizer.detach()  # frees the gradients and their buckets, which are as large as the model each
 
     def model_file(self) -> tuple[str, bytes]:
         return MODEL_FILE, weights_to_bytes(self.model)
@@ -308,10 +284,7 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         self._hooks.put_back()
-        if self._exact is None:
-            self.optimizer.detach()  # the model may be trained again in this process
-        else:
-            self._exact.workers.close()
+        self.optimizer.detach()  # the model may be trained again in this process
 
 
 def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: float | None) -> None:
@@ -362,45 +335,6 @@ class GradientHooks:
 
 def _set_hooks(param: Any, of_gradient: Any, of_param: Any) -> None:
     param._backward_hooks, param._post_accumulate_grad_hooks = of_gradient or None, of_param or None
-
-
-# --- the training ---------------------------------------------------------------------------------
-
-
-def train(training: TorchTraining) -> TrainingResult:
-    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
-
-    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
-    `spec.MODEL_FILE`.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-        CheckpointError: `resume_from` cannot be used.
-    """
-    adopt(training.config)
-    hvd.init()
-    return assemble(training).run()
-
-
-def assemble(training: TorchTraining) -> Trainer:
-    """Build the trainer of this worker; raise as `train` does."""
-    if training.compression != "none" and hvd.size() == 1 and not process.provisional:
-        log.info("gradient_compression has no effect in a world of one worker")
-    callbacks = [*training.callbacks, *training.plan_callbacks()]
-    check_one_best(callbacks)
-    engine = TorchEngine(training, any(callback.restores_best for callback in callbacks))
-    checkpoints = CheckpointSchedule(training, engine, callbacks, engine.metrics.names)
-    values = {
-        "model": engine.model,
-        "optimizer": engine.optimizer,
-        "scheduler": engine.schedule.scheduler,
-        "best": engine.best,
-        "callbacks": CallbackStates(callbacks),
-        "at": checkpoints.first_progress(),
-    }
-    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
-    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:

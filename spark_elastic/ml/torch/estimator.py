@@ -11,7 +11,8 @@ from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError, UsageError
+from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
@@ -33,10 +34,10 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.torch import lightning, objective, serialization, transformers
 from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
+from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 from spark_elastic.settings import meant_device
@@ -101,6 +102,19 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         to.text,
     )
     getSchedulerMonitor, setSchedulerMonitor = accessors(scheduler_monitor)
+    virtual_workers: Param[int | None] = setting(
+        "with consistency='exact': the shards that each batch is cut into, whatever the number of workers; a worker "
+        "computes its shards one after another, with random numbers and batch normalisation for each. Default: "
+        "max_num_proc, or num_proc.",
+        to.whole(at_least=1),
+    )
+    getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
+    generators: Param[Sequence[Any] | None] = setting(
+        "with consistency='exact': list of the random generators that the model, its loss, metrics or "
+        "transformation_fn have in attributes and draw from, besides the global ones of torch, numpy and random.",
+        to.anything,
+    )
+    getGenerators, setGenerators = accessors(generators)
 
     @keyword_only
     def __init__(
@@ -128,6 +142,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         seed: int = 0,
         consistency: Consistency = "trajectory",
         virtual_workers: int | None = None,
+        generators: Sequence[Any] | None = None,
         validation: float | str | None = None,
         metrics: Mapping[str, Any] | None = None,
         callbacks: Callback | DriverCallback | Sequence[Callback | DriverCallback] | None = None,
@@ -222,12 +237,14 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             given = self._given(name)
             if given is not None and (meant := meant_device(given)) not in (None, given):
                 raise InvalidSettingsError(f"{name}={given!r} is no device of torch; did you mean {meant!r}?")
-        if (step := self._model_step()) is not None:
-            if self._given("consistency") == "exact" and not step.exact:
+        if self._given("consistency") == "exact":
+            self._check_exact()
+        for name in ("virtual_workers", "generators"):
+            if self._is_given(name) and self._given("consistency") != "exact":
                 raise InvalidSettingsError(
-                    f"consistency='exact' cannot train {step.name}, which may keep values between its steps that "
-                    "depend on the rows of a worker; use consistency='trajectory', or loss or train_fn"
+                    f"{name}={self._given(name)} without consistency='exact', which uses them; set both"
                 )
+        if (step := self._model_step()) is not None:
             for name in step.decides:
                 if self._is_given(name):
                     raise InvalidSettingsError(f"{name} is set, but {step.name} decides it itself; leave it out")
@@ -240,6 +257,51 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         for name in ("scheduler_monitor", "scheduler_interval"):
             if self._is_given(name) and self._given("lr_scheduler") is None:
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
+
+    def _check_exact(self) -> None:
+        """Raise `InvalidSettingsError` for a setting with which results depend on the number of workers."""
+        for name, neutral, advice in (
+            ("per_worker_batch_size", None, "set batch_size, the rows of all workers together"),
+            ("gradient_compression", "none", "leave gradients as they are"),
+        ):
+            if self._given(name) != neutral:
+                raise InvalidSettingsError(
+                    f"{name}={self._given(name)!r} makes the result depend on the number of workers, which "
+                    f"consistency='exact' rules out; {advice}"
+                )
+        if self.isSet("sync_batch_norm") and self._given("sync_batch_norm"):
+            raise InvalidSettingsError(
+                "sync_batch_norm=True with consistency='exact', where batch normalisation takes the statistics of each "
+                "virtual worker's rows; leave it out"
+            )
+        if not isinstance(generators := self._given("generators") or [], (list, tuple)):
+            raise InvalidSettingsError(f"generators must be a list of random generators, not {generators!r}")
+        try:
+            check_generators(generators)
+        except UsageError as error:
+            raise InvalidSettingsError(str(error)) from None
+        step = self._model_step()
+        if step is not None and not step.exact:
+            raise InvalidSettingsError(
+                f"consistency='exact' cannot train {step.name}, which may keep values between its steps that depend on "
+                "the rows of a worker; use consistency='trajectory', or loss or train_fn"
+            )
+
+    def _virtual_workers(self) -> int | None:
+        """Return the shards of each batch; None unless the training is to be exact.
+
+        Raises:
+            InvalidSettingsError: No setting says how many there are.
+        """
+        if self._given("consistency") != "exact":
+            return None
+        found = next(filter(None, map(self._given, ("virtual_workers", "max_num_proc", "num_proc"))), None)
+        if found is None:
+            raise InvalidSettingsError(
+                "consistency='exact' needs virtual_workers, the number of shards of each batch: the present slots of "
+                "the cluster must not decide it. Set virtual_workers, or max_num_proc"
+            )
+        return int(found)
 
     def _check_framework(self) -> None:
         model, optimizer = self._given("model"), self._given("optimizer")
@@ -257,6 +319,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
             )
         self._check_losses()
+        self._virtual_workers()
         if isinstance(optimizer, torch.optim.Optimizer):
             check_parameters(optimizer, model)
             if getattr(self._given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
@@ -312,7 +375,12 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         configured = {name: each for name, each in self._configured(dataset).items() if name in self.DECIDING}
         configured.pop("train_fn", None)
-        return {**super()._identity(dataset), **{name: described(each) for name, each in configured.items()}}
+        virtual = self._virtual_workers()
+        return {
+            **super()._identity(dataset),
+            **({} if virtual is None else {"virtual_workers": virtual}),
+            **{name: described(each) for name, each in configured.items()},
+        }
 
     def _fit_rows(self, rows: Dataset, context: Any, timings: FitTimings) -> ElasticTorchModel:
         if lazy_names(self._given("model")):  # before anything describes the model or makes a copy of it
@@ -324,6 +392,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         settings = {
             **self._common_settings(dataset, run, resume_from),
             "metrics": self._given("metrics") or {},
+            "virtual_workers": self._virtual_workers(),
+            "generators": self._given("generators") or (),
             "scheduler_monitor": self._given("scheduler_monitor"),
             "callbacks": self._worker_callbacks(),
             **{name: self._given(name) for name in same},

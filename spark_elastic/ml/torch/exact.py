@@ -1,71 +1,83 @@
-"""The steps and measurements of a training by virtual workers: the same bits for any number of workers."""
+"""The engine of an exact training: the same bits for any number of workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+import spark_elastic.torch as hvd
 from spark_elastic.collective.objects import allgather_object
-from spark_elastic.collective.shard_sums import tree_sum
 from spark_elastic.data.reader import Batch
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.exact.shards import VirtualWorkers, align_tensor
+from spark_elastic.exact.sums import rows_of, tree_sum
 from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
+from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.model_step import TorchBatch
-from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
-from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers, align_tensor
 
 _TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
 """The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
 callbacks."""
 
 
-class ExactSteps:
-    """Computes each batch shard by shard, see `VirtualWorkers`; a `TorchEngine` applies the gradients."""
+class ExactTorchEngine(TorchEngine):
+    """Computes each batch shard by shard, see `VirtualWorkers`; every worker reads all rows of the batch."""
 
-    def __init__(
+    _workers: VirtualWorkers
+
+    def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
+        if (device := hvd.device(training.device)).type != "cpu":
+            raise InvalidSettingsError(
+                f"consistency='exact' trains on the CPU, and this worker would train on {device}; set device='cpu'"
+            )
+        super().__init__(training, keeps_best)
+
+    def _reducing(
         self,
         training: TorchTraining,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
-        metrics: TorchMetricAccumulator,
-        maker: BatchMaker,
-    ) -> None:
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+    ) -> Any:
         assert training.virtual_workers is not None
-        self.workers = VirtualWorkers(
+        self._workers = VirtualWorkers(
             training.virtual_workers,
             model,
             optimizer,
             seed=training.seed,
             threads=training.num_threads or 1,
-            drawing={
-                "loss": training.loss,
-                "metrics": training.metrics,
-                "transformation_fn": training.transformation_fn,
-            },
+            generators=training.generators,
         )
-        self._training = training
-        self._model = model
-        self._objective, self._metrics, self._maker = objective, metrics, maker
+        return optimizer
 
-    def gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...], float | None]:
-        """Compute the gradients of a batch.
+    @property
+    def reader_world(self) -> tuple[int, int]:
+        return 0, 1
 
-        Returns:
-            The sums of losses and metrics of the whole batch followed by the stop flag, float64; the metric states that
-            were gathered; and a loss of this worker's own rows that is not finite, if there is one.
-        """
-        model, objective, metrics, workers = self._model, self._objective, self._metrics, self.workers
+    def use_threads(self, count: int) -> None:
+        """Do nothing: bits may depend on the number of threads, and the world must not decide it."""
+
+    def share_buffers(self) -> None:
+        """Do nothing: they are the same on all workers."""
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _seed(self, epoch: int, position: int) -> None:
+        """Do nothing: each shard is seeded."""
+
+    def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        model, objective, metrics, workers = self.model, self._objective, self.metrics, self._workers
         shards = self._parts(batch, (at.epoch, batch.start, _ROWS))
         key = (at.epoch, batch.start, _TRAIN)
         counts = self._counts(shards, key) if objective.coupled else ()
         numbers = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
         pieces: list[Piece] = []
-        computing = workers.compute(_bounds(batch), key, numbers, float(stop))
+        computing = workers.compute(self._bounds(batch), key, numbers, float(stop))
         while True:
             try:
                 shard = next(computing)
@@ -78,31 +90,48 @@ class ExactSteps:
                 objective.share(result, batch.global_rows, counts).backward()  # type: ignore[no-untyped-call]
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
         own = workers.own_shards()
-        own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
+        self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
-        return total, gather_pieces(pieces) if metrics.gathers else (), own_loss
+        return total, gather_pieces(pieces) if metrics.gathers else ()
+
+    def _step_optimizer(self) -> None:
+        self.optimizer.step()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
         """Return the denominators of the losses for the whole batch, which a forward pass of each shard tells."""
-        workers = self.workers
+        workers = self._workers
         table = torch.zeros((workers.count, len(self._objective)), dtype=torch.float64)
         with torch.no_grad(), workers.buffers_kept() as put_back:
             for index, parts in shards.items():
                 put_back()
                 workers.seed_shard(key, index)
                 for part in parts:
-                    with single_row_norm(self._model, part.rows):
-                        result = self._objective.forward(self._model, part)
+                    with single_row_norm(self.model, part.rows):
+                        result = self._objective.forward(self.model, part)
                     table[index] += torch.tensor(result.counts, dtype=torch.float64)
         return tree_sum(workers.gather(table)).tolist()
 
-    def seed_callbacks(self, event: CallbackEvent, epoch: int, position: int) -> None:
-        """Seed the random generators for an event of callbacks; see `Engine.seed_callbacks`."""
-        self.workers.seed_shard((epoch, position, _CALLBACKS), event)
+    def _bounds(self, batch: Batch) -> list[tuple[int, int]]:
+        """Return where the rows of each of this worker's shards begin and end in the batch."""
+        workers = self._workers
+        return [rows_of(shard, workers.count, batch.global_rows) for shard in workers.own_shards()]
 
-    def measure(self, batches: Iterable[Batch], before: Sums, epoch: int) -> tuple[Sums, tuple[Piece, ...]]:
-        """Measure batches of a validation; see `Engine.measure_together`."""
-        metrics, workers = self._metrics, self.workers
+    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[TorchBatch]]:
+        """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
+        found = {}
+        for index, (first, last) in zip(self._workers.own_shards(), self._bounds(batch), strict=True):
+            if first == last:
+                continue
+            rows = {name: values[first:last] for name, values in batch.tensors.items()}
+            self._workers.seed_shard(key, index)
+            parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
+            found[index] = [_aligned(part) for part in parts]
+        return found
+
+    # --- validation, callbacks and checkpoints ----------------------------------------------------------
+
+    def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+        metrics, workers, epoch = self.metrics, self._workers, self._validated.epoch
         tables: list[torch.Tensor] = []
         pieces: list[tuple[int, int, Piece]] = []
         with torch.no_grad(), workers.buffers_kept() as put_back:
@@ -112,7 +141,7 @@ class ExactSteps:
                     put_back()
                     workers.seed_shard((epoch, batch.start, _VALIDATE), index)
                     for part in parts:
-                        result = self._objective.forward(self._model, part)
+                        result = self._objective.forward(self.model, part)
                         pieces.append((number, index, metrics.measure(result, part.rows, table[index])))
                 tables.append(table)
         sums = before
@@ -124,26 +153,26 @@ class ExactSteps:
         everyones = [each for own in allgather_object(pieces) for each in own]
         return sums, tuple(piece for *_, piece in sorted(everyones, key=lambda each: each[:2]))
 
-    def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[TorchBatch]]:
-        """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
-        found = {}
-        for index, (first, last) in zip(self.workers.own_shards(), _bounds(batch), strict=True):
-            if first == last:
-                continue
-            rows = {name: values[first:last] for name, values in batch.tensors.items()}
-            self.workers.seed_shard(key, index)
-            parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
-            found[index] = [_aligned(part) for part in parts]
-        return found
+    def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:
+        self._workers.seed_shard((epoch, position, _CALLBACKS), event)
 
+    def conditions(self) -> dict[str, Any]:
+        return {"virtual_workers": self._workers.count, "environment": self._workers.environment}
 
-def _bounds(batch: Batch) -> list[tuple[int, int]]:
-    """Return where the rows of each of this worker's shards begin and end among its rows."""
-    bounds, at = [], 0
-    for rows in batch.parts:
-        bounds.append((at, at + rows))
-        at += rows
-    return bounds
+    def check_conditions(self, then: Mapping[str, Any]) -> None:
+        if then.get("virtual_workers") != self._workers.count:
+            raise CheckpointError(
+                f"the checkpoint was written with virtual_workers={then.get('virtual_workers')}, but virtual_workers "
+                f"is {self._workers.count} now; use another run_id to start over"
+            )
+        self._workers.compare_environment(then["environment"])
+
+    def finish(self) -> None:
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self._hooks.put_back()
+        self._workers.close()
 
 
 def _aligned(part: TorchBatch) -> TorchBatch:

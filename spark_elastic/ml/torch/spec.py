@@ -58,6 +58,9 @@ class TorchTraining(Training):
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
         paired: train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet.
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
+        virtual_workers: number of shards that each batch is cut into, whatever the number of workers, so that the
+            result has the same bits in any world. None: the workers share each batch.
+        generators: with virtual workers: the random generators that a step draws from, besides the global ones.
         device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
 
@@ -73,6 +76,8 @@ class TorchTraining(Training):
     callbacks: Sequence[Callback] = ()
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
     paired: bool | None = None
+    virtual_workers: int | None = None
+    generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,8 @@ class TorchTraining(Training):
             raise InvalidSettingsError("give either loss or train_fn")
         if self.loss_weights is not None and self.loss is None:
             raise InvalidSettingsError("loss_weights need losses; with train_fn, weigh the losses in that function")
+        if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard
+            object.__setattr__(self, "sync_batch_norm", False)
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidSettingsError(f'scheduler_interval must be "epoch" or "step", not {self.scheduler_interval!r}')
 

@@ -100,10 +100,8 @@ class CallbackEvent(IntEnum):
     EPOCH_BEGIN = 1
     BATCH_BEGIN = 2
     VALIDATION_BEGIN = 3
-    TEST_BATCH_BEGIN = 4
-    TEST_BATCH_END = 5
-    EPOCH_END = 6
-    FIT_END = 7
+    EPOCH_END = 4
+    FIT_END = 5
 
 
 class Engine(ABC):
@@ -140,6 +138,11 @@ class Engine(ABC):
     def enter(self, rank: int, size: int) -> None:
         """Take this rank in a new world."""
         self._rank, self._size = rank, size
+
+    @property
+    def reader_world(self) -> tuple[int, int]:
+        """The rank and size whose rows of each global batch this worker reads."""
+        return self._rank, self._size
 
     @abstractmethod
     def use_threads(self, count: int) -> None: ...
@@ -186,12 +189,16 @@ class Engine(ABC):
         global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
         return add_sums(before, global_sums), gather_pieces(pieces) if self.gathers else ()
 
-    def environment(self) -> Mapping[str, str]:
-        """Return what the bits of the result depend on besides settings and data, if the training is to be exact."""
+    def conditions(self) -> dict[str, Any]:
+        """Return what the result depends on besides the settings that every training has, for a checkpoint: JSON."""
         return {}
 
-    def compare_environment(self, then: Mapping[str, str]) -> None:  # noqa: B027 (nothing depends on it by default)
-        """Warn if a training that is to be exact resumes where its bits may differ from those of its begin."""
+    def check_conditions(self, then: Mapping[str, Any]) -> None:  # noqa: B027 (nothing depends on it by default)
+        """Compare with the conditions that a checkpoint was written in, before the training resumes from it.
+
+        Raises:
+            CheckpointError: The result would be another one.
+        """
 
     @abstractmethod
     def share_buffers(self) -> None:

@@ -93,8 +93,8 @@ class CheckpointSchedule:
         at = run.at
         make_files = self._engine.copies(at)
         document = {"at": at.to_json(), "callbacks": callback_states(self._callbacks), "settings": self._settings}
-        if environment := self._engine.environment():
-            document["environment"] = dict(environment)
+        if conditions := self._engine.conditions():
+            document["conditions"] = conditions
         token = self.checkpoints.token
         facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
         self.writer.submit(lambda: Contents(facts, document, make_files()), at.step, tuple(best_of))
@@ -127,6 +127,7 @@ class CheckpointSchedule:
                     f"checkpoint {name} was written with {key}={written.get(key)!r}, but {key} is {value!r} now; use "
                     "another run_id to start over"
                 )
+        self._engine.check_conditions(contents.document.get("conditions", {}))
         try:
             at = Progress.from_json(contents.document["at"], *self._engine.load(contents.files))
         except CheckpointError:
@@ -134,7 +135,6 @@ class CheckpointSchedule:
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"checkpoint {name} is of another model or optimizer: {error}") from error
         load_callback_states(self._callbacks, contents.document["callbacks"])
-        self._engine.compare_environment(contents.document.get("environment", {}))
         return at
 
     def _reopened(self, at: Progress) -> Progress:
@@ -164,7 +164,6 @@ def _settings_to_match(training: Training, metrics: Sequence[str]) -> dict[str, 
         "order": order,
         **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
         "metrics": list(metrics),
-        **({} if training.virtual_workers is None else {"virtual_workers": training.virtual_workers}),
     }
 
 

@@ -67,8 +67,6 @@ class Training:
             whole batch, so this changes no result.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
-        virtual_workers: Number of shards that each batch is cut into, whatever the number of workers, so that the
-            result has the same bits in any world. None: the workers share each batch.
         clip_norm: Bound of the norm of the reduced gradient.
         clip_value: Bound of each value of the reduced gradient.
         compression: Type of gradients on the wire: the name of one in `Compression`.
@@ -94,7 +92,6 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     compression: str = "none"
-    virtual_workers: int | None = None
     sync_batch_norm: bool = True
     checkpoints: CheckpointPlan | None = None
     resume_from: str | None = None

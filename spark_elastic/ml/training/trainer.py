@@ -1,8 +1,8 @@
 """The trainer: one worker's part of a training, phase by phase.
 
-Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last resume
-point (`ElasticState`), where model and optimizer still are, and the phase continues from there in the next world. So
-every change of `state.at` follows the collective that confirms it, and a resume point follows the change.
+Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last mark
+(`ElasticState`), where model and optimizer still are, and the phase continues from there in the next world. So every
+change of `state.at` follows the collective that confirms it, and a mark (`check_host_updates`) follows the change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
-from spark_elastic.collective.shard_sums import shards_of
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
@@ -120,11 +119,11 @@ class Trainer:
         at = self.state.at
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
-        self.engine.use_threads(self._threads(world.local_size))
+        self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
         self.engine.enter(world.rank, world.size)
         self.view.clear_requests()
         for reader in self._readers.values():
-            self._place(reader)
+            reader.set_world(*self.engine.reader_world)
         if not self._begun:
             self._begun = True
             self._checkpoints.begin()
@@ -166,28 +165,15 @@ class Trainer:
         """Rows of a global batch in this world."""
         return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.view.size
 
-    def _threads(self, local_size: int) -> int:
-        if self.training.virtual_workers is not None:  # bits may depend on it, and the world must not decide it
-            return self.training.num_threads or 1
-        return threads_for(self.training.num_threads, host_cores(), local_size)
-
-    def _place(self, reader: BatchReader) -> None:
-        """Let the reader return this worker's rows in the present world."""
-        rank, size, virtual = self.view.rank, self.view.size, self.training.virtual_workers
-        if virtual is None:
-            reader.set_world(rank, size)
-        else:
-            reader.set_parts(shards_of(rank, size, virtual), virtual)
-
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
-            training = self.training
+            training, (rank, size) = self.training, self.engine.reader_world
             self._readers[split] = BatchReader(
                 training.dataset,
                 split,
                 batch_size=self._batch_size,
-                rank=self.view.rank,
-                size=self.view.size,
+                rank=rank,
+                size=size,
                 seed=training.seed,
                 shuffle=training.shuffle and split == "train",
                 order=training.order if split == "train" else "auto",
@@ -195,8 +181,6 @@ class Trainer:
                 cache_dir=training.cache_dir,
                 cache_bytes=training.cache_bytes,
             )
-            if training.virtual_workers is not None:
-                self._place(self._readers[split])
         return self._readers[split]
 
     # --- train ------------------------------------------------------------------------------------

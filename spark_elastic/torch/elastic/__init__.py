@@ -5,11 +5,10 @@ from __future__ import annotations
 from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.state import ObjectState, State
-from spark_elastic.elastic.virtual_shards import VirtualShard
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.exact.shards import VirtualShard, VirtualWorkers, virtual_workers
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.elastic.state import TorchState, get_handler_registry, register_handler, set_handler_registry
-from spark_elastic.torch.elastic.virtual_shards import VirtualWorkers, virtual_workers
 
 __all__ = [
     "ElasticSampler",

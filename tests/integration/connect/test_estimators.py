@@ -98,6 +98,7 @@ def test_saved_model_is_loaded_and_predicts_the_same(model, points, tmp_path):
         ElasticTorchModel.load(path)
 
 
+@pytest.mark.soak
 def test_cross_validator_fits_folds_and_is_saved(points, tmp_path):
     one = estimator(num_proc=1)
     grid = ParamGridBuilder().addGrid(one.epochs, [8]).build()
@@ -134,6 +135,7 @@ def test_rows_that_cannot_be_stored_are_named(session, points):
         estimator(data_options={"allow_nan": False}).fit(failing)
 
 
+@pytest.mark.soak
 def test_keras_estimator_fits_and_predicts(points):
     keras = pytest.importorskip("keras")
     pytest.importorskip("tensorflow")

@@ -64,6 +64,7 @@ def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare, tmp_pa
         before.assert_no_threads_left()
 
 
+@pytest.mark.soak
 def test_missing_arrow_is_named(connect_mode, bare, tmp_path):
     (tmp_path / "pyspark").symlink_to(SPARK_HOME)
     with ConnectServer("local[1]", python=bare, paths=[tmp_path]) as server:
@@ -75,4 +76,4 @@ def test_missing_arrow_is_named(connect_mode, bare, tmp_path):
             with pytest.raises(ExecutorPythonError, match=r"it has no (pandas|pyarrow)"):
                 attempt()
         report = spark_elastic.doctor(session, num_proc=1, timeout=30)
-        assert "it has no" in report.of("executors")[0].says
+        assert "it has no" in report.of("workers")[0].says

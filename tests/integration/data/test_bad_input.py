@@ -1,4 +1,4 @@
-"""Values that cannot be stored are reported: the column, the number of rows, what was found and what was expected."""
+"""A write that cannot be done is reported, and leaves nothing; `tests/unit/data/test_bad_values.py` has the values."""
 
 from __future__ import annotations
 
@@ -22,60 +22,6 @@ def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
     left = [entry.path for entry in store.list(recursive=True) if not entry.is_dir]
     assert left == []
     return caught.value
-
-
-@pytest.mark.parametrize(
-    ("schema", "values", "options", "complaint"),
-    [
-        ("x float", [1.0, None, None], {}, r"column 'x': 2 of 3 rows read have null \(the first is row 1 of"),
-        ("x string", ["a", None], {}, "column 'x': 1 of 2 rows read have null"),
-        (
-            "x array<float>",
-            [[1.0], None],
-            {},
-            "1 of 2 rows read have null .*expected a value in every row.*na.drop",
-        ),
-        ("x array<float>", [[1.0, 2.0], [None, None]], {}, "1 of 2 rows .* null within the array .* row 1"),
-        (
-            "x double",
-            [1.0, NAN, float("inf"), 2.0],
-            {},
-            "2 of 4 .* NaN or infinity .*row 1 .*finite numbers.*allow_nan",
-        ),
-        ("x array<float>", [[1.0, NAN], [NAN, NAN]], {}, "2 of 2 rows read have NaN or infinity"),
-        ("x array<float>", [[1.0], [NAN, 1.0]], {"pad_to": {"x": 2}}, "1 of 2 rows .* NaN or infinity .* row 1"),
-        ("x array<float>", [[1.0, NAN], [2.0]], {"variable": ["x"]}, "1 of 2 rows .* NaN or infinity .* row 0"),
-        (
-            "x array<int>",
-            [[1, 2], [3, 4], [5]],
-            {},
-            "1 of 3 .* arrays of 1 .*row 2.*arrays of 2 as in the first.*pad_to=",
-        ),
-        ("x array<int>", [[1], [3, 4]], {"pad_to": {"x": 1}}, r"arrays of 2 .*expected arrays of 1 at most \(pad_to\)"),
-        ("x array<int>", [[], []], {}, "arrays of 0 .*expected at least one value"),
-        ("x array<array<int>>", [[[1], [2]], [[3], [4, 5]]], {}, "1 of 2 .* inner arrays of 2 .*inner arrays of 1"),
-        (
-            "x binary",
-            [b"abc", b"ab"],
-            {},
-            "byte strings of 2 .*expected byte strings of 3 as in the first row.*variable=",
-        ),
-        ("x array<int>", [[1, 2, 3]], {"shapes": {"x": (2, 2)}}, r"3 values .*expected 4 for a shape of \[2, 2\]"),
-        ("x int", [1, 300], {"dtypes": {"x": "int8"}}, "1 of 2 .* numbers such as 300 .*expected what int8 can hold"),
-        (
-            "x float",
-            [1.0, 1.5],
-            {"dtypes": {"x": "int32"}},
-            "numbers such as 1.5 .*expected what int32 can hold.*dtypes=",
-        ),
-        ("x double", [1.0, 1e300], {"dtypes": {"x": "float32"}}, "too large such as 1e.300 .*what float32 can hold"),
-        ("x int", [1, 2], {"dtypes": {"x": "bool"}}, "numbers such as 2 .*what bool can hold"),
-    ],
-)
-def test_rows_that_cannot_be_stored(spark, store, schema, values, options, complaint):
-    error = refused(spark, store, schema, [(value,) for value in values], **options)
-    assert error.column == "x"
-    assert_matches(complaint, str(error))
 
 
 def assert_matches(pattern, text):

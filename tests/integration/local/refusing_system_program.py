@@ -68,7 +68,8 @@ def main(folder: str, how: str) -> None:
         os.kill(int(Path(folder, "pid-1-1").read_text()), signal.SIGKILL)
     results = job.result(60)
     lost = [change.reason for change in job.changes() if change.kind == "lost"]
-    print(json.dumps({"results": results, "lost": lost}))
+    kept = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    print(json.dumps({"results": results, "lost": lost, "ignored": kept}))
 
 
 if __name__ == "__main__":

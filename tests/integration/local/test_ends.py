@@ -155,8 +155,10 @@ def check_fit(results, members):
 
 @pytest.mark.parametrize(
     ("deaths", "members"),  # two in the second epoch: one alone would take the state along
-    [([("epoch 1", 1)], 2), ([("before", 0), ("save", 0)], 1)],
-    ids=["a newcomer builds its optimizer alone", "before the loop and while the model is saved"],
+    [
+        pytest.param([("epoch 1", 1)], 2, id="a newcomer builds its optimizer alone", marks=pytest.mark.soak),
+        pytest.param([("before", 0), ("save", 0)], 1, id="before the loop and while the model is saved"),
+    ],
 )
 def test_keras_fit_before_the_loop_and_a_death(start_job, tmp_path, deaths, members):
     pytest.importorskip("tensorflow")

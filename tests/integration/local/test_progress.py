@@ -60,6 +60,7 @@ def test_a_terminal_shows_a_bar_and_a_line_for_each_event_and_keeps_the_lines_al
     assert sorted(re.findall(r"^epoch (\d)/2  loss", two, re.M)) == ["1", "1", "2", "2"]
 
 
+@pytest.mark.soak
 def test_ctrl_c_in_80_columns_leaves_no_half_of_a_bar(terminal):
     window = terminal("interrupted")
     window.read_until(r"epoch 1/1000 +[1-9]\d?% \|", LIMIT_S)

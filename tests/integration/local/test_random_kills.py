@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -32,6 +31,7 @@ def killed(start_job, folder, seed: int, kills: int, pause_s: float) -> int:
         preimport=PREIMPORT,
         cooldown_range=(0.05, 0.2),
         start_timeout=200,
+        crash_limit=None,  # kills come faster than some loops commit
     )
     results = job.result(500)
     assert {str(result) for result in results} == {undisturbed(seed)}, loop_of(seed)
@@ -39,20 +39,6 @@ def killed(start_job, folder, seed: int, kills: int, pause_s: float) -> int:
     return len(list(folder.glob("kill-*")))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_random_kills_leave_no_trace(start_job, tmp_path, seed):
     assert killed(start_job, tmp_path, seed, kills=8, pause_s=0.01) > 0
-
-
-@pytest.mark.soak
-def test_hundreds_of_random_kills_leave_no_trace(start_job, tmp_path):
-    """SOAK_SEED: of the first job; SOAK_KILLS: how many workers are killed at least."""
-    seed, wanted = int(os.environ.get("SOAK_SEED", "1000")), int(os.environ.get("SOAK_KILLS", "500"))
-    total = 0
-    while total < wanted:
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        kills = killed(start_job, folder, seed, kills=60, pause_s=0.2)
-        total += kills
-        print(f"seed {seed}: {kills} kills of {total}, {loop_of(seed)}", flush=True)
-        seed += 1

@@ -20,3 +20,4 @@ def test_system_that_hides_ends_of_processes_trains(how: str, tmp_path: Path) ->
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["results"][0] == 150
     assert told["lost"] == ["killed by signal 9"]
+    assert told["ignored"] == (how == "SIGCHLD")

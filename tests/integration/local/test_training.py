@@ -54,10 +54,16 @@ def sizes(job):
 @pytest.mark.parametrize(
     "kills",
     [
-        [("on_batch_end", 5, 0), ("on_batch_end", trainings.STEPS, 1)],
-        [("on_validation_end", 1, 1), ("on_fit_end", 1, 0)],
+        pytest.param(
+            [("on_batch_end", 5, 0), ("on_batch_end", trainings.STEPS, 1)],
+            id="in the first epoch and after the last step",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            [("on_validation_end", 1, 1), ("on_fit_end", 1, 0)],
+            id="after a validation and at the end",
+        ),
     ],
-    ids=["in the first epoch and after the last step", "after a validation and at the end"],
 )
 def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tmp_path, undisturbed, kills):
     job = start_job(train_with_kills, (data, str(tmp_path), kills), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
@@ -68,15 +74,14 @@ def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tm
         assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-def test_an_error_in_the_training_ends_the_job_with_its_message(start_job, data, tmp_path):
-    def wrong(folder):
-        return trainings.outcome(trainings.make_training(data, folder, metrics={"wrong": 3}))
-
-    with pytest.raises(Exception, match="the metric wrong is neither a function of"):
-        start_job(wrong, (str(tmp_path),), num_proc=2, preimport=PREIMPORT).result(60)
-
-
-@pytest.mark.parametrize("ends", [[0], [2], [0, 0]], ids=["rank 0", "the last rank", "rank 0 and the one after it"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param([0], id="rank 0", marks=pytest.mark.soak),
+        pytest.param([2], id="the last rank", marks=pytest.mark.soak),
+        pytest.param([0, 0], id="rank 0 and the one after it"),
+    ],
+)
 def test_a_worker_that_dies_while_it_returns_the_model_takes_nothing_along(
     start_job, data, tmp_path, undisturbed, ends
 ):

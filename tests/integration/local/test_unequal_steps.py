@@ -15,10 +15,9 @@ STALL_S = 3.0
 @pytest.mark.parametrize(
     ("function", "steps", "left", "waiting", "step"),
     [
-        (unequal_steps.plain, {0: 4, 1: 5}, (0,), (1,), None),
-        (unequal_steps.in_loop, {0: 6, 1: 5, 2: 4}, (2,), (0, 1), 4),
+        pytest.param(unequal_steps.plain, {0: 4, 1: 5}, (0,), (1,), None, id="plain"),
+        pytest.param(unequal_steps.in_loop, {0: 6, 1: 5, 2: 4}, (2,), (0, 1), 4, id="loop", marks=pytest.mark.soak),
     ],
-    ids=["plain", "loop"],
 )
 def test_rank_that_leaves_early_twice_fails_the_job_by_name(
     start_job: Any, function: Any, steps: dict[int, int], left: Any, waiting: Any, step: int | None

@@ -15,7 +15,7 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -113,16 +113,6 @@ def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
     assert sum(fold.rows() for fold in written[:2]) == written[2].rows(), "no fold gets rows of the name"
     left = [dataset for dataset in written if dataset.store.exists("manifest.json")]
     assert left == written[2:], "the rows of the name stay"
-
-
-def test_a_train_validation_split_gives_its_best_model(digits: Any) -> None:
-    estimator = HereEstimator(**digit_settings())
-    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 8]).build()
-    model = TrainValidationSplit(
-        estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), trainRatio=0.7, seed=2
-    ).fit(prepared(digits[0]))
-    assert model.validationMetrics[1] > model.validationMetrics[0]
-    assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9
 
 
 def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_path: Path, caplog: Any) -> None:

@@ -127,9 +127,9 @@ def assert_nothing_left(cluster: Cluster, store: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "step"),
     [
-        ("on_fit_begin", 0),
+        pytest.param("on_fit_begin", 0, marks=pytest.mark.soak),
         ("on_batch_end", STEPS + 3),
-        ("on_validation_end", STEPS),
+        pytest.param("on_validation_end", STEPS, marks=pytest.mark.soak),
         ("on_fit_end", EPOCHS * STEPS),
     ],
 )

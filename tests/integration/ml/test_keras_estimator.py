@@ -102,6 +102,7 @@ def test_a_pipeline_learns_digits_as_well_as_keras_alone_and_is_saved_and_loaded
     assert both[0] == both[1]
 
 
+@pytest.mark.soak
 def test_a_cross_validator_and_a_train_validation_split_find_the_better_model(digits: Any, tmp_path: Path) -> None:
     df, estimator = prepared(digits[0]).cache(), HereEstimator(**digit_settings(store=str(tmp_path)))
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).build()

@@ -124,6 +124,7 @@ def test_a_saved_model_has_its_hyperparameters_and_needs_lightning(
         ElasticTorchModel.load(path, trusted=True)
 
 
+@pytest.mark.soak
 def test_a_language_model_learns_the_same_in_two_workers_as_in_one(spark: Any, tmp_path: Path) -> None:
     """The workers of a step have rows with different numbers of tokens."""
     length = F.pmod(F.col("id") * 5, F.lit(9)) + 2

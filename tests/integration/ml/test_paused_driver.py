@@ -138,6 +138,7 @@ def test_driver_that_was_paused_finds_the_run_taken_and_touches_nothing(
     assert contents_of(run) == before
 
 
+@pytest.mark.soak
 def test_driver_that_was_paused_with_its_worker_does_not_disturb_the_one_that_trains(drivers: Drivers) -> None:
     drivers.start("first", *SHORT)
     drivers.wait_for_checkpoints(1, "first")
@@ -150,6 +151,7 @@ def test_driver_that_was_paused_with_its_worker_does_not_disturb_the_one_that_tr
     assert "epochs" in drivers.finish("second")
 
 
+@pytest.mark.soak
 def test_driver_that_was_paused_as_it_cleared_the_run_deletes_nothing_of_the_next(drivers: Drivers) -> None:
     run = Store.create(drivers.folder / "runs/one")
     for number in (1, 2, 3):

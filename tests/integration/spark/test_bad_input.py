@@ -165,6 +165,7 @@ def test_a_job_can_be_cancelled_at_any_time(jobs):
     diary.check(job)
 
 
+@pytest.mark.soak
 def test_two_jobs_at_once_keep_out_of_each_other_s_way(jobs):
     (one, ones), (two, twos) = jobs.train(1, max_num_proc=2), jobs.train(1)
     first, second = ones.wait_for_world(2), twos.wait_for_world(1)

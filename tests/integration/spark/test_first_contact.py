@@ -223,11 +223,13 @@ def keras_said(keras_folder) -> Said:
     return said
 
 
+@pytest.mark.soak
 def test_tensorflow_prints_nothing_of_its_own_in_workers(keras_said):
     of_workers = [line for line in keras_said.err.splitlines() if line.startswith("[")]
     assert [line for line in of_workers if "<stderr>:" in line] == []
 
 
+@pytest.mark.soak
 def test_interrupted_step_is_one_line_on_the_screen_and_whole_in_the_files(keras_said, keras_folder):
     after = keras_said.err.partition("=== own loop")[2]
     assert "lost (killed by signal 9)" in after
@@ -236,12 +238,14 @@ def test_interrupted_step_is_one_line_on_the_screen_and_whole_in_the_files(keras
     assert "HorovodInternalError" in kept
 
 
+@pytest.mark.soak
 def test_callbacks_of_an_estimator_print_once(keras_said):
     of_fit = keras_said.out.partition("=== own loop")[0]
     assert of_fit.count("Epoch 2: ReduceLROnPlateau reducing") == 1
     assert of_fit.count("early stopping") == 1
 
 
+@pytest.mark.soak
 def test_callbacks_of_an_own_loop_print_once_and_go_on_when_rank_0_is_lost(keras_said):
     of_loop = keras_said.out.partition("=== own loop")[2]
     assert of_loop.count("Epoch 2: ReduceLROnPlateau reducing") == 1
@@ -262,7 +266,7 @@ SUBMITTED = """
 """
 
 
-@pytest.mark.parametrize("level", ["", "INFO"])
+@pytest.mark.parametrize("level", ["", pytest.param("INFO", marks=pytest.mark.soak)])
 def test_submitted_program_is_not_drowned_by_sparks_log_unless_the_user_asks_for_it(tmp_path, level):
     import pyspark
 
@@ -325,6 +329,7 @@ def test_executors_python_without_packages_is_named_with_ours_before_any_worker_
         assert "PYSPARK_PYTHON" in answer
 
 
+@pytest.mark.soak
 def test_wrong_python_of_a_local_master_is_named_without_a_job(tmp_path):
     bare = python_without_packages(tmp_path / "bare")
     source = OTHER_PYTHON.replace("local-cluster[1,1,1024]", "local[1]")

@@ -62,12 +62,7 @@ def test_every_port_is_in_its_range(found):
     assert all(LOCAL_PORTS[0] <= port <= LOCAL_PORTS[1] for port in found["gloo"])
 
 
-def test_doctor_names_the_ports_and_finds_no_problem(found):
+def test_doctor_finds_no_problem(found):
     levels = {check: level for check, level, _ in found["doctor"]}
+    assert levels["workers"] == "ok"
     assert "problem" not in levels.values(), found["doctor"]
-    said = {check: says for check, _, says in found["doctor"]}
-    assert said["ports"] == (
-        f"executors → driver: port {DRIVER_PORTS}; executors ↔ executors: ports {LOCAL_PORTS[0]}-{LOCAL_PORTS[1]} "
-        f"(Gloo) and {AGENT_PORTS} (agents)"
-    )
-    assert "the driver at [fd00:" in said["executors → driver"]

@@ -39,6 +39,7 @@ def test_an_executor_takes_its_two_workers_and_two_others_go_on(jobs, cluster):
     assert len(finished(job, diary)) == 4
 
 
+@pytest.mark.soak
 def test_a_second_worker_dies_while_the_loss_of_an_executor_is_recovered(jobs, cluster):
     job, diary = jobs.train(4)
     world = diary.wait_for_world(4)

@@ -6,12 +6,10 @@ import time
 
 import pytest
 
-from spark_elastic.errors import NotEnoughSlotsError, ResetLimitError, StateLostError
-from spark_elastic.membership.timeline import PlaceCooledDown, WorkerJoined, WorkerLeft, WorldStarted
+from spark_elastic.errors import NotEnoughSlotsError
+from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.clusters import local
-from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import finished
-from tests.integration.spark.diary import WAIT_S, is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -54,29 +52,6 @@ def test_a_job_that_can_do_with_the_slots_there_are_starts_with_them(jobs, capsy
     assert "spark_elastic: status page: http://127.0.0.1:" in said
 
 
-def test_a_training_outlives_every_one_of_its_processes(jobs):
-    job, diary = jobs.train(3)
-    world = diary.wait_for_world(3)
-
-    kill(world[1]["pid"])  # a worker
-    world = diary.wait_for_world(3, after=world[1]["round"])
-
-    kill(world[0]["pid"])  # rank 0
-    world = diary.wait_for_world(3, after=world[0]["round"])
-
-    kill(world[2]["agent"])  # the Python process of a Spark task; its worker goes with it
-    wait_until(lambda: not is_alive(world[2]["pid"]), GONE_S, "the agent's worker is gone")
-    world = diary.wait_for_world(3, after=world[2]["round"])
-
-    for rank in (0, 1):  # all but one
-        kill(world[rank]["pid"])
-    survivor = world[2]["pid"]
-    world = diary.wait_for_world(3, after=world[2]["round"])
-    assert world[0]["pid"] == survivor
-
-    assert len(finished(job, diary)) == 3
-
-
 def test_workers_die_at_every_stage_of_a_round(jobs):
     job, diary = jobs.train(3, training={"ballast": 2_000_000})
     diary.hold("initialised", 2)  # in the first world, before it has entered the loop
@@ -111,7 +86,7 @@ def test_workers_die_at_every_stage_of_a_round(jobs):
     assert len(finished(job, diary)) == 3
 
 
-def test_a_loss_between_commits_undoes_no_step(jobs):
+def test_loss_between_commits_undoes_no_step_of_a_loop_that_checks_each(jobs):
     job, diary = jobs.train(3, 2, training={"ballast": 0, "commit_every": 0})
     world = diary.wait_for_world(3)
     for rank in (1, 0):
@@ -137,52 +112,6 @@ def test_workers_that_die_at_the_start_or_at_the_end_are_no_loss(jobs):
     assert [result["rank"] for result in results] == list(range(len(results)))
     assert len(results) >= 2
     assert len({result["digest"] for result in results}) == 1
-
-
-def test_a_stopped_worker_is_left_behind_and_killed(jobs):
-    job, diary = jobs.train(2, heartbeat_timeout=4)
-    world = diary.wait_for_world(2)
-    os.kill(world[0]["pid"], signal.SIGSTOP)
-    wait_until(lambda: not is_alive(world[0]["pid"]), WAIT_S, "the stopped worker is killed")
-    diary.wait_for_world(2, after=world[1]["round"])
-    assert len(finished(job, diary)) == 2
-    assert any(isinstance(record, WorkerLeft) and "silent for 4 s" in record.why for record in job.events())
-
-
-def test_below_the_minimum_the_survivor_keeps_the_state_until_others_are_back(jobs):
-    job, diary = jobs.train(2, 2, cooldown_range=(0.5, 2.0))
-    world = diary.wait_for_world(2)
-    kill(world[0]["pid"])
-    again = diary.wait_for_world(2, after=world[1]["round"])
-    assert world[1]["pid"] == again[0]["pid"]
-    finished(job, diary)
-    assert [record.size for record in worlds(job)] == [2, 2]
-    cooling = next(record for record in job.events() if isinstance(record, PlaceCooledDown))
-    returned = [record for record in job.events() if isinstance(record, WorkerJoined)][2]
-    assert returned.at >= cooling.until
-
-
-def test_more_resets_than_allowed_end_the_job(jobs):
-    job, diary = jobs.train(3, reset_limit=1)
-    world = diary.wait_for_world(3)
-    kill(world[2]["pid"])
-    world = diary.wait_for_world(2, after=world[0]["round"])
-    kill(world[1]["pid"])
-    with pytest.raises(ResetLimitError, match="reset_limit is 1"):
-        job.result(60)
-    diary.check(job)
-
-
-def test_all_workers_lost_is_a_clear_error(jobs):
-    job, diary = jobs.train(2)
-    world = diary.wait_for_world(2)
-    wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
-    for entry in world.values():
-        os.kill(entry["pid"], signal.SIGSTOP)  # so that none can recover in between
-    for entry in world.values():
-        kill(entry["pid"])
-    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
-        job.result(60)
 
 
 def test_arguments_of_megabytes_reach_every_worker(jobs):

@@ -30,10 +30,10 @@ def test_fit_with_a_kill_has_curves_workers_and_events(rows: Dataset, tmp_path: 
     assert loss == [(epoch, pytest.approx(value)) for epoch, value in enumerate(model.history["loss"])]
     assert [each.step for each in found.Scalars("loss/validation")] == [0, 1, 2, 3]
     assert {3.0, 2.0} <= {each.value for each in found.Scalars("workers")}
-    texts = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("events")]
+    texts = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("events/text_summary")]
     assert texts[0] == "training starts with 3 workers"
     assert [text for text in texts if "killed by signal 9" in text]
-    (settings,) = found.Tensors("settings")
+    (settings,) = found.Tensors("settings/text_summary")
     assert b"| batch_size | 16 |" in settings.tensor_proto.string_val[0]
 
 
@@ -59,7 +59,8 @@ def test_folder_that_disappears_costs_a_warning_and_not_the_fit(rows: Dataset, t
 
     def take_away() -> None:
         shutil.rmtree(logs)
-        callback._fits.present._file._file.close()
+        callback._fits()[-1]._writer.close()
+        logs.touch()
 
     model = estimator(At(1, take_away), callback, num_proc=1).from_dataset_path(rows)
     assert len(model.history) == 4

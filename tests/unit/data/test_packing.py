@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.manifest import MANIFEST_NAME, Kind
+from spark_elastic.data.manifest import MANIFEST_NAME, Kind, seal
 from spark_elastic.errors import DataError, DatasetError
 from tests.unit.data.datasets import field_of
 
@@ -213,10 +213,18 @@ def test_files_are_on_the_disk_before_the_manifest_that_lists_them(tmp_path, mon
 
 
 def unsealed(text):
-    """A manifest of an earlier version, which has no checksum."""
     document = json.loads(text)
     document.pop("checksum", None)
     return json.dumps(document).encode()
+
+
+def sealed(text):
+    """Return a document with the checksum of what is in it, as a manifest with wrong content has it."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return text
+    return seal(document) if isinstance(document, dict) else text
 
 
 def changed(**entries):
@@ -254,16 +262,17 @@ def edited(find, replace):
 def test_invalid_manifest_is_refused_with_the_wrong_field(tmp_path, edit, complaint):
     pack(table(100), tmp_path)
     path = tmp_path / MANIFEST_NAME
-    path.write_bytes(edit(unsealed(path.read_bytes())))
+    path.write_bytes(sealed(edit(unsealed(path.read_bytes()))))
     with pytest.raises(DatasetError, match=f"{MANIFEST_NAME}: .*{complaint}"):
         Dataset.open(tmp_path)
 
 
-def test_a_manifest_without_a_checksum_is_read(tmp_path):
-    dataset = pack(table(100), tmp_path)
+def test_a_manifest_without_a_checksum_is_refused(tmp_path):
+    pack(table(100), tmp_path)
     path = tmp_path / MANIFEST_NAME
     path.write_bytes(unsealed(path.read_bytes()))
-    assert Dataset.open(tmp_path) == dataset
+    with pytest.raises(DatasetError, match="checksum says None"):
+        Dataset.open(tmp_path)
 
 
 def test_flipped_bit_in_the_manifest_is_found(tmp_path):
@@ -286,7 +295,7 @@ def test_a_manifest_that_lost_a_sidecar_is_a_damaged_dataset(tmp_path):
     pack({**table(8), "text": ["abc"] * 8}, tmp_path)
     document = json.loads(unsealed((tmp_path / MANIFEST_NAME).read_bytes()))
     del document["splits"]["train"][0]["sidecar"], document["splits"]["train"][0]["sidecar_nbytes"]
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(document))
+    (tmp_path / MANIFEST_NAME).write_bytes(seal(document))
     with Dataset.open(tmp_path).reader("train", batch_size=3) as reader, pytest.raises(DatasetError) as caught:
         next(iter(reader.epoch(0)))
     assert str(tmp_path) in str(caught.value)
@@ -335,7 +344,7 @@ def test_any_invalid_manifest_raises_only_dataset_error(tmp_path_factory, data):
                 del parent[path[-1]]
         except (KeyError, IndexError, TypeError):  # its parent was changed before it
             continue
-    (folder / MANIFEST_NAME).write_text(json.dumps(document))
+    (folder / MANIFEST_NAME).write_bytes(seal(document))
     try:
         dataset = Dataset.open(folder)
         for split in dataset.splits:

@@ -57,31 +57,6 @@ def test_each_row_comes_once_and_global_batches_are_those_of_one_rank(
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    rows=SHARD_ROWS,
-    parts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
-    batch=st.integers(1, 900),
-    order=ORDERS,
-    prefetch=st.integers(0, 2),
-)
-def test_a_reader_of_several_parts_has_the_rows_of_as_many_ranks(tmp_path_factory, rows, parts, batch, order, prefetch):
-    dataset = numbered(tmp_path_factory.mktemp("set"), rows)
-    chosen = range(min(parts), max(parts))
-    with BatchReader(dataset, batch_size=batch, prefetch=prefetch, **order) as reader:
-        reader.set_parts(chosen, 7)
-        found = [(each.parts, list(map(int, each["label"])), each.start) for each in reader.epoch(0)]
-    expected = []
-    readers = [BatchReader(dataset, batch_size=batch, rank=rank, size=7, prefetch=0, **order) for rank in range(7)]
-    for each in zip(*(reader.epoch(0) for reader in readers), strict=True):
-        own = [each[part] for part in chosen]
-        labels_of_all = [int(label) for part in own for label in part["label"]]
-        expected.append((tuple(part.rows for part in own), labels_of_all, each[0].start))
-    assert found == expected
-    for reader in readers:
-        reader.close()
-
-
-@settings(max_examples=25, deadline=None)
 @given(order=ORDERS, prefetch=st.integers(0, 2), data=st.data())
 def test_the_world_may_change_between_any_batches_and_a_reader_may_be_replaced(tmp_path_factory, order, prefetch, data):
     dataset = numbered(tmp_path_factory.mktemp("set"), [600, 513])

@@ -292,6 +292,7 @@ def train():
 """
 
 
+@pytest.mark.soak
 def test_keras_on_torch_synchronises_statistics_too(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """

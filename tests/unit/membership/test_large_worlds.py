@@ -1,4 +1,4 @@
-"""What an event costs must not grow with the number of workers: counts, not times."""
+"""What is announced of many workers, and how often they send heartbeats."""
 
 from __future__ import annotations
 

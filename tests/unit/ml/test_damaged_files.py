@@ -102,7 +102,7 @@ def complaint(reader: Any, path: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("checksums", [True, False], ids=["as saved now", "as earlier versions saved"])
+@pytest.mark.parametrize("checksums", [True, False], ids=["as saved now", "as 0.2.0 saved"])
 def test_damaged_model_is_refused_with_the_name_of_the_file(
     checksums: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

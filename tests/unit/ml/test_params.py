@@ -91,7 +91,7 @@ def test_unknown_name_is_reported_with_the_right_one(name: str, hint: str) -> No
         ({"metrics": [len]}, "metrics must be a dict with names as keys"),
         ({"gradient_clip_norm": 0}, "a number above 0"),
         ({"gradient_clip_value": float("nan")}, "a number above 0"),
-        ({"gradient_compression": "int8"}, "'none', 'fp16', 'bf16', 'bf16_error_feedback'"),
+        ({"gradient_compression": "int8"}, "'none', 'fp16', 'bf16'"),
         ({"shuffle": "yes"}, "shuffle must be True or False"),
         ({"loss_weights": ["a"]}, r"loss_weights\[0\] must be a number"),
         ({"transformation_fn": 3}, "transformation_fn must be a function"),

@@ -1,10 +1,9 @@
-"""The estimators' signatures say what the declarations of the settings say, and type checkers understand them."""
+"""The estimators' signatures say what the declarations of the settings say."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from pyspark.ml.param import Param
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
 from spark_elastic.ml.estimator import ElasticEstimator
 
-ROOT = Path(__file__).parents[3]
 ESTIMATORS = [ElasticTorchEstimator, ElasticKerasEstimator]
 
 
@@ -64,49 +62,3 @@ def test_every_setting_has_a_getter_and_a_setter(kind: Any) -> None:
         ending = "".join(part.capitalize() for part in name.split("_"))
         assert f"`{name}`" in getattr(kind, f"get{ending}").__doc__
         assert f"`{name}`" in getattr(kind, f"set{ending}").__doc__
-
-
-SCRIPT = """\
-from pyspark.ml.tuning import ParamGridBuilder
-from pyspark.sql import DataFrame
-from spark_elastic import ElasticKerasEstimator, ElasticKerasModel, ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.ml.callbacks import EarlyStopping
-def use(df: DataFrame) -> None:
-    estimator = ElasticTorchEstimator(feature_cols=["a"], label_cols=["b"], epochs=3, callbacks=[EarlyStopping()])
-    model: ElasticTorchModel = estimator.setParams(batch_size=64).setEpochs(5).fit(df)
-    models: list[ElasticTorchModel] = estimator.fit(df, ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build())
-    again: ElasticTorchModel = estimator.from_dataset_path("/data")
-    keras: ElasticKerasModel = ElasticKerasEstimator(loss="mse", validation="held_out", store="/shared").fit(df)
-    result: DataFrame = model.transform(df)
-    epochs: int = estimator.getEpochs()
-"""
-MISTAKES = {
-    "ElasticTorchEstimator(epoch=3)": 'Unexpected keyword argument "epoch"',
-    'ElasticTorchEstimator(epochs="3")': 'Argument "epochs" to "ElasticTorchEstimator" has incompatible type "str"',
-    'ElasticKerasEstimator(gradient_compression="int8")': "incompatible type \"Literal['int8']\"",
-    "ElasticKerasEstimator(train_fn=len)": 'Unexpected keyword argument "train_fn"',
-    'ElasticTorchEstimator("model")': "Too many positional arguments",
-    "ElasticTorchEstimator().setParams(epoch=3)": 'Unexpected keyword argument "epoch" for "setParams"',
-    'ElasticTorchEstimator().setEpochs("3")': 'incompatible type "str"; expected "int"',
-    "ElasticTorchEstimator().setEpoch(3)": 'has no attribute "setEpoch"',
-    'ElasticTorchEstimator().fit("df")': 'No overload variant of "fit"',
-}
-
-
-def test_mypy_accepts_a_users_script_and_finds_its_mistakes(tmp_path: Path) -> None:
-    api = pytest.importorskip("mypy.api")
-    script, settings = tmp_path / "script.py", tmp_path / "mypy.ini"
-    script.write_text(SCRIPT + "\n".join(MISTAKES) + "\n")
-    # PyTorch takes minutes, and is not what is checked.
-    settings.write_text(
-        f"[mypy]\nmypy_path = {ROOT}\nignore_missing_imports = True\nfollow_imports = silent\n"
-        "[mypy-torch.*,tensorflow.*,keras.*,pandas.*,numpy.*]\nfollow_imports = skip\n"
-    )
-    cache = ROOT / ".mypy_cache" / "user_script"
-    found, errors, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(script)])
-    assert errors == ""
-    reported = {int(number): said for number, said in re.findall(r"script\.py:(\d+): error: (.*)", found)}
-    first = SCRIPT.count("\n") + 1
-    assert sorted(reported) == list(range(first, first + len(MISTAKES))), found
-    for number, said in enumerate(MISTAKES.values(), start=first):
-        assert said in reported[number]

@@ -22,7 +22,7 @@ def in_a_world_of_four(rank: int, version: StateVersion | None) -> ChannelLink:
     """The link of the worker of that rank, which has joined a world with that version of its state."""
     members = tuple(Member(10 + r, Place("127.0.0.1", str(r), r), r, r, 4, 0, 1) for r in range(4))
     link = ChannelLink(10 + rank, Channel(), b"key")
-    link._on_message(WorldAssigned(World(1, members, 0, HELD, False), ("127.0.0.1",) * 4, ()))
+    link._on_message(WorldAssigned(World(1, members, 0, HELD, False), ("127.0.0.1",) * 4))
     link.join(0, version)
     return link
 

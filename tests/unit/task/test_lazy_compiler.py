@@ -43,7 +43,7 @@ def test_optimizers_do_the_same_without_the_compiler():
     assert deferred == [plain[0], "False"]
 
 
-@pytest.mark.parametrize("imported", ["first", "later"])
+@pytest.mark.parametrize("imported", [pytest.param("first", marks=pytest.mark.soak), "later"])
 def test_program_that_compiles_gets_the_compiler(imported):
     first = "import torch._dynamo" if imported == "first" else ""
     program = (

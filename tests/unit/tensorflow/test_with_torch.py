@@ -36,7 +36,9 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
-@pytest.mark.parametrize(("first", "second"), [("torch", "tensorflow"), ("tensorflow", "torch")])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param("torch", "tensorflow", marks=pytest.mark.soak), ("tensorflow", "torch")]
+)
 def test_both_work_in_one_process_whichever_is_imported_first(first, second):
     env = worker_environment(_order(), {}, [], cores=1, accelerators=())
     threads = {name: env[name] for name in env if "THREADS" in name}
@@ -62,7 +64,7 @@ def test_worker_imports_the_frameworks_that_its_function_names():
     assert "tensorflow" not in modules_of(b"... spark_elastic.keras ...")
     assert modules_of(b"... spark_elastic.torch ...") == ("torch", "spark_elastic.torch")
     assert "torch._dynamo" in modules_of(b"... spark_elastic.torch ... compile ...")
-    assert "spark_elastic.ml.torch.engine" in modules_of(b"... spark_elastic.ml.torch.engine ... train ...")
+    assert "spark_elastic.ml.torch.training" in modules_of(b"... spark_elastic.ml.torch.training ... train ...")
 
 
 BLOCKED = """

@@ -97,7 +97,6 @@ CASES = [
     *(Case(uses, adamw, passes=2) for uses in (*PATTERNS, each_pass_another)),
     *(Case(uses, sgd, options={"compression": hvd.Compression.fp16}, loose=True) for uses in PATTERNS),
     *(Case(uses, sgd, options={"compression": hvd.Compression.bf16}, loose=True) for uses in PATTERNS),
-    *(Case(uses, sgd, options={"compression": hvd.Compression.bf16_error_feedback}, loose=True) for uses in PATTERNS),
     *(Case(uses, sgd_without_decay, sparse=True) for uses in PATTERNS),
     *(Case(uses, sgd_without_decay, sparse=True, options={"sparse_as_dense": True}) for uses in PATTERNS),
     *(Case(uses, sgd_without_decay, sparse=True, passes=2) for uses in PATTERNS),

@@ -79,7 +79,6 @@ CASES = [
     ({"num_groups": 4}, 1, "before"),
     ({"compression": hvd.Compression.fp16}, 1, "before"),
     ({"compression": hvd.Compression.bf16}, 1, "before"),
-    ({"compression": hvd.Compression.bf16_error_feedback}, 1, "before"),
 ]
 
 

@@ -86,7 +86,6 @@ def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
 
 def limits_of_gloo():
     hvd.init()
-    hvd.allgather(torch.ones(1))  # only Gloo has it: members that share memory are connected through Gloo now
     group = process.group("global")
     return group.pg.options._timeout.total_seconds()
 
@@ -100,7 +99,7 @@ def test_gloos_own_timeout_leaves_the_driver_time_to_act_at_a_stall():
 def stops_before_connecting():
     from spark_elastic.collective.group import Group
 
-    def stopped(self, *introduced):
+    def stopped(self):
         tell("stopped")
         threading.Event().wait()
 
@@ -110,9 +109,8 @@ def stops_before_connecting():
     return hvd.size(), process.assignment.world.round
 
 
-@pytest.mark.parametrize("introduces", [True, False])
-def test_a_member_lost_while_the_world_connects_does_not_delay_the_others(introduces):
-    with WorldDriver(start_with=2, introduces=introduces) as driver:
+def test_a_member_lost_while_the_world_connects_does_not_delay_the_others():
+    with WorldDriver(start_with=2) as driver:
         driver.start(stops_before_connecting, count=2)
         driver.wait(lambda: driver.told("stopped"))
         driver.evict(2)
@@ -191,42 +189,10 @@ def connects_again():
     return sums, len(gloo._devices), len(graveyard._groups)
 
 
-@pytest.mark.parametrize("introduces", [True, False])
-def test_one_device_connects_group_after_group(introduces):
-    with WorldDriver(start_with=2, introduces=introduces) as driver:
+def test_one_device_connects_group_after_group():
+    with WorldDriver(start_with=2) as driver:
         driver.start(connects_again, count=2)
         assert driver.results(2) == [([2.0] * 3, 1, 0)] * 2
-
-
-def looks_at_its_rendezvous():
-    asked = []
-    link().kv_get = lambda round, keys, timeout_s: asked.append(keys) or 1 / 0
-    link().kv_set = lambda round, key, value: asked.append(key)
-    link().gather = lambda *args: asked.append(args) or 1 / 0
-    hvd.init()
-    # A member may be connected before another one is, whose connections break if the first leaves at once: that one
-    # would join the next world in `init`, and leave it again in `rejoin`.
-    hvd.allreduce(torch.ones(1))
-    frontend.rejoin(1)
-    total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
-    del link().kv_get, link().kv_set, link().gather  # members that share memory ask once if a collective needs Gloo
-    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
-    return asked, total[-1].item(), process.group()._shared is not None, process.group().notes
-
-
-@pytest.mark.parametrize(
-    ("hosts", "count", "shares"),
-    [
-        (("127.0.0.1",), 3, True),
-        (("127.0.0.1", "127.0.0.2"), 2, False),
-        (("127.0.0.1", "127.0.0.2"), 3, False),
-        (("::1",), 3, True),
-    ],
-)
-def test_members_that_the_driver_introduces_ask_for_nothing(hosts, count, shares):
-    with WorldDriver(hosts=hosts, start_with=count) as driver:
-        driver.start(looks_at_its_rendezvous, count=count)
-        assert driver.results(count) == [([], float(count), shares, [""] * count)] * count
 
 
 def connections_of_each_world(times: int):
@@ -235,13 +201,11 @@ def connections_of_each_world(times: int):
     for number in range(times):
         frontend.rejoin(number + 1)
         hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
-        hvd.allgather(torch.ones(1))  # only Gloo has it
         counts.append(len(process.group()._sockets.descriptors))
     return counts
 
 
-@pytest.mark.parametrize("introduces", [True, False])
-def test_all_connections_of_a_world_can_be_cut_and_no_others(introduces):
-    with WorldDriver(start_with=3, introduces=introduces) as driver:
+def test_all_connections_of_a_world_can_be_cut_and_no_others():
+    with WorldDriver(start_with=3) as driver:
         driver.start(connections_of_each_world, 12, count=3)
         assert driver.results(3) == [[2] * 12] * 3

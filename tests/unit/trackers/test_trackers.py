@@ -1,9 +1,8 @@
-"""The trackers without a fit: missing extras, wrong arguments, servers that are away, the workers' variables."""
+"""The trackers without a fit: missing extras, wrong arguments, the workers' variables."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
 from spark_elastic.ml.persistence import plain_and_objects
-from spark_elastic.trackers.mlflow_server import is_reachable, large_requests, quick_requests
-from spark_elastic.trackers.tensorboard import EventFile, tag_of
+from spark_elastic.trackers.tensorboard import tag_of
 from tests.unit.ml.torch.estimators import estimator
 
 
@@ -33,38 +31,6 @@ def test_missing_package_is_reported_with_its_extra(package: str, make: Any, mon
 def test_unknown_kind_of_model_is_reported() -> None:
     with pytest.raises(InvalidSettingsError, match='must be a list of "native" and "spark", not \'onnx\''):
         MLflowCallback(log_models=["native", "onnx"])
-
-
-def test_server_without_a_listener_is_not_reachable_and_files_are() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        assert is_reachable(f"http://127.0.0.1:{port}")
-    assert not is_reachable(f"http://127.0.0.1:{port}")
-    assert is_reachable("sqlite:///runs.db")
-    assert is_reachable("databricks")
-
-
-def test_limits_of_requests_are_set_for_the_block_and_never_over_the_users_own(monkeypatch: Any) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
-    with quick_requests(), quick_requests():
-        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
-        assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "1"
-    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
-    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
-
-
-def test_requests_with_a_model_have_more_time(monkeypatch: Any) -> None:
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
-    with quick_requests():
-        with large_requests():
-            assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "120"
-        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "20"
-    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
-    with quick_requests(), large_requests():
-        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
-    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
 
 
 def active(uri: str) -> Any:
@@ -156,18 +122,3 @@ def test_events_of_a_fit_within_another_go_to_its_own_logs_and_all_files_are_clo
     sizes = {path.parent.name: path.stat().st_size for path in tmp_path.rglob("events.*")}
     assert sizes["outer"] > sizes["inner"]
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_file_of_a_fit_whose_logs_failed_is_closed(tmp_path: Path, monkeypatch: Any) -> None:
-    def full(self: EventFile, event: Any) -> None:
-        raise OSError("no space left")
-
-    logs = TensorBoardCallback(tmp_path)
-    logs.on_fit_start(DriverRun("E"))
-    open_ones = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(EventFile, "_add", full)
-    logs.on_epoch_end({"epoch": 0, "ended": 1.0, "loss": 0.5})
-    fit = logs._present()[-1]
-    logs.on_fit_end(DriverResult())
-    assert fit is not None
-    assert len(os.listdir("/proc/self/fd")) == open_ones - 1

@@ -13,32 +13,28 @@ from spark_elastic.wire import messages as wire
 from spark_elastic.wire.encoding import decode, encode
 
 PLACE = Place("127.0.0.2", "3", 5)
-ENDPOINT = wire.Endpoint("10.0.0.1", 4711, 3, "cpu", "auto", "[0, 1]")
 WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
 
 
-def a_world(size, round=4, first=3):
+def a_world(size):
     """Return a message with a world of that many workers, eight on a host."""
     places = [Place(f"10.0.{slot // 2048}.{slot // 8 % 256}", str(slot // 8), slot) for slot in range(size)]
     members = ranked((slot + 1, place) for slot, place in enumerate(places))
-    endpoints = tuple(wire.Endpoint(place.host, 30000 + place.slot, first, "cpu", "auto", "") for place in places)
-    world = World(round, members, size // 2, StateVersion(1, 12, 0), False)
-    return wire.WorldAssigned(world, tuple(each.address for each in endpoints), endpoints)
+    world = World(4, members, size // 2, StateVersion(1, 12, 0), False)
+    return wire.WorldAssigned(world, tuple(place.host for place in places))
 
 
 EXAMPLES = [
     wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
     wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
-    wire.Ready(3, None, False, 0, None),
-    wire.Ready(3, StateVersion(2, 12, 1), True, 2, ENDPOINT, bytes(64)),
+    wire.Ready(3, None, False, 0),
+    wire.Ready(3, StateVersion(2, 12, 1), True, 2),
     wire.LoopResult(2, "", b"sealed"),
     wire.RunAgain(2, "rank 0 is gone"),
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
     wire.KvValues(9, (0, 3), b"abc"),
-    wire.WorldAssigned(WORLD, ("10.0.0.1",), ()),
-    wire.WorldAssigned(WORLD, ("10.0.0.1",), (ENDPOINT,)),
-    wire.HostMemory(b"\x01" * 64),
+    wire.WorldAssigned(WORLD, ("10.0.0.1",)),
     wire.AgentWelcome(2.0, 30.0),
     wire.Pong(),
 ]
@@ -55,7 +51,7 @@ def test_whole_number_is_accepted_as_a_float():
 
 
 HELLO = encode(EXAMPLES[0]).rstrip(b"\n")
-READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
+READY = b'{"type":"Ready","at_init":false,"loop":1,'
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,11 @@ READY = b'{"type":"Ready","at_init":false,"loop":1,"endpoint":null,'
         (b'{"type":"Pong","more":1}', "unknown fields"),
         (b'{"type":"Ready","round":1,"version":null}', "missing fields"),
         (
-            b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1,"endpoint":null}',
+            b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1}',
             "expected int, got str",
         ),
         (
-            b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1,"endpoint":null}',
+            b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1}',
             "expected int, got bool",
         ),
         (READY + b'"round":1,"version":3}', "expected an object"),
@@ -137,8 +133,7 @@ def members(fields):
         (lambda f: members(f)["rank"].reverse(), "not in rank order"),
         (lambda f: members(f)["worker"].__setitem__(1, members(f)["worker"][0]), "a worker is a member twice"),
         (lambda f: f["world"].update(root=3), "3 members whose root is rank 3"),
-        (lambda f: f["addresses"].pop(), "3 members with 2 addresses and 3 endpoints"),
-        (lambda f: [column.pop() for column in f["endpoints"].values()], "3 members with 3 addresses and 2 endpoints"),
+        (lambda f: f["addresses"].pop(), "3 members with 2 addresses"),
     ],
 )
 def test_malformed_world_is_a_protocol_error_that_says_what_is_wrong(change, complaint):
@@ -164,6 +159,6 @@ def test_random_bytes_raise_only_protocol_errors(data):
     )
 )
 def test_random_json_under_a_real_type_raises_only_protocol_errors(value):
-    head = {"type": "WorldAssigned", "world": value, "addresses": value, "endpoints": value}
+    head = {"type": "WorldAssigned", "world": value, "addresses": value}
     with pytest.raises(ProtocolError):
         decode(json.dumps(head).encode() + b"\n")

@@ -48,8 +48,14 @@ def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> Non
     from spark_elastic import ElasticTorchEstimator
 
     names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
-    assert torchs - names == {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    of_torch = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    assert torchs - names == {*of_torch, "virtual_workers", "generators"}
     assert names - torchs == {"weighted_metrics", "custom_objects"}
+
+
+def test_exact_training_is_refused_before_workers_start() -> None:
+    with pytest.raises(InvalidSettingsError, match="consistency='exact' is for PyTorch alone"):
+        ElasticKerasEstimator(**settings(consistency="exact"))
 
 
 def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:
@@ -196,6 +202,27 @@ def test_unbuilt_model_is_copied_and_built_for_the_columns(make: Any, dataset: A
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "the seed decides"
     other = training(dataset, tmp_path, model=given, seed=5).model.load().get_weights()
     assert not np.array_equal(first[0], other[0])
+
+
+@keras.saving.register_keras_serializable("test_estimator_settings")
+class OnlyCalled(keras.Model):
+    """A model whose `build` makes no weights."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:`build")
+def test_model_that_was_only_told_to_build_is_built_for_the_columns(dataset: Any, tmp_path: Path) -> None:
+    net = OnlyCalled()
+    net.build((None, 6))
+    assert net.built
+    fitted = estimator(model=net, store=tmp_path, epochs=1).from_dataset_path(dataset)
+    assert fitted.keras_model.count_params() == 21
 
 
 def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:

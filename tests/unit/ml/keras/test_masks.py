@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.dataset import pack
-from spark_elastic.ml.keras.training import set_threads
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import close, make_net, make_training, outcome
 from tests.unit.worlds import WorldDriver
@@ -36,26 +35,25 @@ def tagger(mask_zero=True):
     return keras.Sequential([keras.Input((LONGEST,), dtype="int64"), table, trainings.dense(3, 2)])
 
 
-def changes_of(kind, virtual=None):
+def changes_of(kind):
     """Return the settings of a training of some kind; "mean" and "sum" are reductions of a masked loss."""
     with trainings.in_float64():
         if kind == "zero weights":
             return {"rows": kind, "model": make_net(), "metrics": None, "weighted_metrics": ["accuracy"]}
         loss = trainings.cross_entropy(reduction="sum_over_batch_size" if kind == "mean" else "sum")
         factor = None if kind == "mean" else 1.0 / (BATCH * LONGEST)
-        return {"rows": "tokens", "model": tagger(), "loss": loss, "loss_weights": factor, "virtual_workers": virtual}
+        return {"rows": "tokens", "model": tagger(), "loss": loss, "loss_weights": factor}
 
 
-def train(data, folder, kind, virtual=None):
-    set_threads(1)
-    changes = {"batch_size": BATCH, "epochs": 2, "metrics": ["accuracy"], **changes_of(kind, virtual)}
+def train(data, folder, kind):
+    changes = {"batch_size": BATCH, "epochs": 2, "metrics": ["accuracy"], **changes_of(kind)}
     made = outcome(make_training(data, folder, **changes))
     return [{name: row[name] for name in ("loss", "accuracy")} for row in made["history"]]
 
 
-def in_world(size, data, folder, kind, virtual=None):
+def in_world(size, data, folder, kind):
     with WorldDriver(start_with=size) as driver:
-        driver.start(train, data, folder, kind, virtual, count=size)
+        driver.start(train, data, folder, kind, count=size)
         results = driver.results(size)
     assert all(result == results[0] for result in results)
     return results[0], trainings.weights(folder)
@@ -68,9 +66,3 @@ def test_masks_and_zero_weights_do_not_make_workers_matter(kind, tokens, tmp_pat
     assert others == close(weights)
     for row, another in zip(history, other, strict=True):
         assert another == pytest.approx(row, rel=1e-9)
-
-
-def test_virtual_workers_train_on_the_same_mean_over_a_mask(tokens, tmp_path):
-    history, weights = in_world(1, tokens, tmp_path / "1", "mean", 2)
-    assert in_world(3, tokens, tmp_path / "3", "mean", 2) == (history, weights)
-    assert in_world(1, tokens, tmp_path / "plain", "mean")[1] == close(weights)

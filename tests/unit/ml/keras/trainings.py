@@ -391,7 +391,13 @@ def _die_within(kind: str, count: int) -> None:
 
 def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """Train the variants one after the other in one world."""
-    return {name: outcome(make_training(data, folder / name, **variant_of(name))) for name in names}
+    from tests.unit.world_link import tell
+
+    results = {}
+    for name in names:
+        results[name] = outcome(make_training(data, folder / name, **variant_of(name)))
+        tell("trained", name)  # a test waits only as long as something happens
+    return results
 
 
 def in_worker_slowly(data: Path, folder: Path) -> Any:

@@ -11,8 +11,8 @@ from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, LocalLauncher
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.torch.training import train
 from spark_elastic.wire.pickling import round_trip
 
 

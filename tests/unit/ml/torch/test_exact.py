@@ -20,10 +20,10 @@ from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.ml.training.spec import CHECKPOINTS
+from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.estimators import estimator, make_set
-from tests.unit.torch.exact_loops import digest
 from tests.unit.worlds import WorldDriver
 
 
@@ -103,6 +103,7 @@ def make(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> A
     net = trainings.make_net(dropout=settings.pop("dropout", 0.0), norm=settings.pop("norm", False))
     if settings.pop("noise", False):
         net.append(Noisy())
+        settings["generators"] = [net[-1].generator, settings["loss"].generator, CHANCE]
     if settings.pop("float32", False):
         net, data = net.float(), data.parent / "float32"
     return trainings.make_training(data, folder, model=net, virtual_workers=virtual, **settings)
@@ -242,6 +243,9 @@ def test_estimator_trains_in_as_many_shards_as_it_may_have_workers(tmp_path):
         ({"consistency": "off"}, "'off' does not exist"),
         ({"consistency": "exactly"}, "consistency"),
         ({"virtual_workers": 4}, "without consistency='exact'"),
+        ({"generators": [random.Random()]}, "without consistency='exact'"),
+        ({"consistency": "exact", "generators": random.Random()}, "must be a list"),
+        ({"consistency": "exact", "generators": ["a"]}, "generators has 'a'"),
         ({"consistency": "exact", "batch_size": None, "per_worker_batch_size": 8}, "per_worker_batch_size=8"),
         ({"consistency": "exact", "gradient_compression": "fp16"}, "gradient_compression='fp16'"),
         ({"consistency": "exact", "sync_batch_norm": True}, "sync_batch_norm=True"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import spark_elastic.torch as hvd
-from spark_elastic.ml.torch.engine import assemble
+from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.reporting import Reporter, RunView
 from spark_elastic.ml.training.spec import Progress, TrainingPhase
 from spark_elastic.reporting.history import History

@@ -14,8 +14,8 @@ from spark_elastic.collective.process import process
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.torch.engine import assemble
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
+from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings

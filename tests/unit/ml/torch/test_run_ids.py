@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.torch.training import train
 from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom
@@ -87,25 +86,6 @@ def test_rows_in_another_order_or_with_other_text_are_other_rows(dataset: Datase
         with pytest.raises(CheckpointError, match=r"checkpoints of other rows.*in their order.*resume=False"):
             estimator(**common).from_dataset_path(other)
     estimator(**common, epochs=3).from_dataset_path(dataset)
-
-
-def test_checkpoint_without_a_noted_order_is_used_if_the_order_is_certain(dataset: Dataset, tmp_path: Path) -> None:
-    alone = pack({"features_0": np.ones((8, 6), np.float32), "label_0": np.arange(8) % 3}, tmp_path / "one")
-    for number, rows in enumerate((alone, dataset)):
-        common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": f"{number}", "optimizer": sgd(0.1)}
-        estimator(**common).from_dataset_path(rows)
-        file = tmp_path / str(number) / "run.json"
-        identity = json.loads(file.read_text())
-        del identity["shards"]
-        identity["content"] = sorted(shard.crc32 for shard in rows.manifest.shards)
-        file.write_text(json.dumps(identity))
-        if rows is alone:
-            made = estimator(**common, epochs=3)
-            made.from_dataset_path(rows)
-            assert made.training.resume_from is not None
-            file.write_text(json.dumps({**identity, "content": [1]}))
-        with pytest.raises(CheckpointError, match=r"of an earlier version .* Resume with the version that began it"):
-            estimator(**common, epochs=4).from_dataset_path(rows)
 
 
 def test_functions_differ_by_code_and_captured_values() -> None:

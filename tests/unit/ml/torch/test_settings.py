@@ -19,9 +19,10 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch import serialization
-from spark_elastic.ml.torch.engine import objective_of, train
+from spark_elastic.ml.torch.engine import objective_of
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
+from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan

@@ -16,8 +16,8 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
-from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
+from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import (
     BATCH,
@@ -320,6 +320,17 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
         elif kind == "store":
             training = replace(training, store=StoreThat(training.store, rest[0], action, half=rest[1]))
     return outcome(training)
+
+
+def in_worker_variants(folders: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Train the variants, each on the set in its folder, one after the other in one world."""
+    from tests.unit.world_link import tell
+
+    results = {}
+    for name, data in folders.items():
+        results[name] = in_worker(data, folder / name, {}, name)
+        tell("trained", name)  # a test waits only as long as something happens
+    return results
 
 
 def variant_of(name: str) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""The random generators that shards draw from: the global ones of torch, numpy and `random`, and those a user names.
+
+A loop may draw outside of shards, for example the order of the rows. A worker that joins, or makes a step again, has to
+draw the same numbers as in an undisturbed training, so the states travel with those of the virtual workers.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.errors import UsageError
+
+_put_back: dict[int, Callable[[], object]] = {}
+"""By the id of a generator: sets its state after the last batch or at the last resume point, whichever came later.
+
+After a batch the generators have just been seeded, so seeding them again is enough. Reading their states takes longer,
+and is done at resume points alone.
+"""
+
+
+class RandomStates:
+    """The states of the global generators and of others, seeded for each shard.
+
+    Args:
+        named: More generators: `torch.Generator` on the CPU, `numpy.random.Generator`, `numpy.random.RandomState` or
+            `random.Random`, in an order that is the same on all workers.
+
+    Raises:
+        UsageError: An object is not such a generator.
+    """
+
+    def __init__(self, named: Iterable[Any] = ()) -> None:
+        found = [torch.default_generator, np.random.mtrand._rand, random._inst, *named]
+        self._generators = [(each, _kind_of(each)) for each in found]
+
+    def __len__(self) -> int:
+        return len(self._generators)
+
+    def seed(self, seed: int) -> None:
+        """Seed each generator with another number, derived from `seed`."""
+        for generator, kind, own in self._seeds(seed):
+            kind.seed(generator, own)
+
+    def save_seeded(self, seed: int) -> None:
+        """Save the present states for `put_back`: those that `seed` has just given for this seed."""
+        for generator, kind, own in self._seeds(seed):
+            _put_back[id(generator)] = partial(kind.seed, generator, own)
+
+    def _seeds(self, seed: int) -> Iterator[tuple[Any, _Kind, int]]:
+        for number, (generator, kind) in enumerate(self._generators):
+            yield generator, kind, derived_key(seed, number)
+
+    def encoded(self) -> list[Any]:
+        """Save the present states for `put_back`, and return them for `load`: bytes and numbers alone."""
+        states = [kind.read(generator) for generator, kind in self._generators]
+        self._save(states)
+        return states
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Set the states to those that `encoded` has returned, in whatever process."""
+        self._save(states)
+        for generator, _ in self._generators:
+            _put_back[id(generator)]()
+
+    def _save(self, states: Sequence[Any]) -> None:
+        for (generator, kind), state in zip(self._generators, states, strict=True):
+            _put_back[id(generator)] = partial(kind.write, generator, state)
+
+
+def put_back() -> None:
+    """Return all generators to the states that were saved last; do nothing if there are none."""
+    for each in list(_put_back.values()):
+        each()
+
+
+def check_generators(generators: Iterable[Any]) -> None:
+    """Raise UsageError if an object is not a random generator that can be seeded for each shard."""
+    for each in generators:
+        _kind_of(each)
+
+
+# --- kinds --------------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """How generators of one type are seeded, and how their states are read and set.
+
+    Attributes:
+        type: the class of the generators.
+        seed: sets the state that follows from a seed of 64 bits.
+        read: returns the state as bytes and numbers alone, which checkpoints of any kind can hold.
+        write: sets a state that `read` has returned, in whatever process.
+    """
+
+    type: type
+    seed: Callable[[Any, int], object]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+def _kind_of(generator: Any) -> _Kind:
+    for kind in _KINDS:
+        if isinstance(generator, kind.type):
+            return kind
+    raise UsageError(
+        f"generators has {generator!r}, which is no random generator; give torch.Generator, numpy.random.Generator, "
+        "numpy.random.RandomState or random.Random objects"
+    )
+
+
+def _encode(state: Any) -> Any:
+    """Return numpy's state with bytes in place of arrays."""
+    if isinstance(state, Mapping):
+        return {str(name): _encode(each) for name, each in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "bytes": state.tobytes()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _decode(encoded: Any) -> Any:
+    if not isinstance(encoded, Mapping):
+        return encoded
+    if set(encoded) == {"dtype", "bytes"}:
+        return np.frombuffer(encoded["bytes"], encoded["dtype"])
+    return {name: _decode(each) for name, each in encoded.items()}
+
+
+def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
+    bits = generator.bit_generator
+    bits.state = type(bits)(seed).state
+
+
+def _write_numpy(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = _decode(state)
+
+
+def _seed_numpy_legacy(generator: np.random.RandomState, seed: int) -> None:
+    fresh = type(generator._bit_generator)(seed).state
+    generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
+
+
+def _read_python(generator: random.Random) -> Any:
+    version, words, next_gauss = generator.getstate()
+    return version, array("I", words).tobytes(), next_gauss
+
+
+def _write_python(generator: random.Random, state: Any) -> None:
+    version, words, next_gauss = state
+    generator.setstate((version, tuple(array("I", words)), next_gauss))
+
+
+_KINDS = (
+    _Kind(
+        torch.Generator,
+        lambda generator, seed: generator.manual_seed(seed >> 1),
+        lambda generator: generator.get_state().numpy().tobytes(),
+        lambda generator, state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    ),
+    _Kind(np.random.Generator, _seed_numpy, lambda generator: _encode(generator.bit_generator.state), _write_numpy),
+    _Kind(
+        np.random.RandomState,
+        _seed_numpy_legacy,
+        lambda generator: _encode(generator.get_state(legacy=False)),
+        lambda generator, state: generator.set_state(_decode(state)),
+    ),
+    _Kind(random.Random, lambda generator, seed: generator.seed(seed), _read_python, _write_python),
+)

@@ -1,0 +1,380 @@
+"""Sums over the shards of a batch whose bits do not depend on which member has computed which shard.
+
+A batch is cut into a fixed number of shards. Their values are summed in a binary tree over the shards, which is the
+same for any number of members. A member sums the complete subtrees of its own shards (`PartialSums`); the members then
+exchange these partial sums and add them up in the order of the tree (`ShardReduction`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from spark_elastic.collective.calls import agree, as_bytes
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import global_process_set
+from spark_elastic.collective.reduction import Sum
+from spark_elastic.errors import HorovodInternalError, OutsideLoopError
+
+ALIGNMENT_BYTES = 64
+"""Results begin at a multiple of this: kernels may compute other bits of a tensor that begins elsewhere."""
+
+Node = tuple[int, int]
+"""A node of the tree: the shards `[first, last)` below it."""
+
+# --- the tree -----------------------------------------------------------------------------------------
+
+
+def shards_of(rank: int, size: int, count: int) -> range:
+    """Return the shards that a member computes: contiguous ranges, whose lengths differ by at most one."""
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+def rows_of(shard: int, count: int, rows: int) -> tuple[int, int]:
+    """Return where a shard begins and ends in a batch of so many rows; some are empty if there are fewer rows."""
+    return rows * shard // count, rows * (shard + 1) // count
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    first, last = node
+    middle = first + (last - first) // 2
+    return (first, middle), (middle, last)
+
+
+def largest_subtrees(count: int, shards: range) -> list[Node]:
+    """Return the largest nodes of the tree over `count` shards that have shards of this range alone, in order."""
+
+    def within(node: Node) -> list[Node]:
+        if shards.start <= node[0] and node[1] <= shards.stop:
+            return [node]
+        if node[1] <= shards.start or shards.stop <= node[0]:
+            return []
+        left, right = children(node)
+        return within(left) + within(right)
+
+    return within((0, count)) if shards else []
+
+
+@functools.lru_cache(maxsize=64)
+def partials_of(count: int, size: int) -> tuple[tuple[Node, ...], ...]:
+    """Return the nodes of each member's partial sums, in rank order."""
+    return tuple(tuple(largest_subtrees(count, shards_of(rank, size, count))) for rank in range(size))
+
+
+def tree_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the rows of a matrix, one for each shard, in the order of the tree."""
+
+    def value(node: Node) -> torch.Tensor:
+        if node[1] - node[0] == 1:
+            return rows[node[0]]
+        left, right = children(node)
+        return value(left) + value(right)
+
+    return value((0, len(rows))) + 0.0
+
+
+class PartialSums:
+    """The sums of one member's shards over their largest subtrees.
+
+    Args:
+        nodes: The member's nodes, as `partials_of` returns them.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._merges: list[int] = []
+        """For each shard, the number of sums that are complete with it."""
+        for node in nodes:
+            self._merges += _merges(node)
+        self._added = 0
+        self._sums: list[_Sum] = []
+
+    def add(self, tensors: list[torch.Tensor] | None, *, given: bool = True) -> None:
+        """Add the tensors of the next shard.
+
+        Args:
+            tensors: the tensors; None: the shard is empty.
+            given: they may be changed from now on; otherwise they are only read.
+        """
+        self._sums.append(_Sum(tensors, given))
+        for _ in range(self._merges[self._added]):
+            right, left = self._sums.pop(), self._sums.pop()
+            self._sums.append(_added(left, right))
+        self._added += 1
+
+    @property
+    def values(self) -> list[list[torch.Tensor] | None]:
+        """The sums, one list of tensors for each node, to be read; None stands for zeros."""
+        return [each.tensors for each in self._sums]
+
+    def total(self) -> list[torch.Tensor] | None:
+        """Return the sum over all shards, which are this member's; a zero in it has no sign, see `_Flat.fill`."""
+        ((tensors, own),) = self._sums
+        if tensors and own:
+            torch._foreach_add_(tensors, 0.0)
+        elif tensors:
+            tensors = list(torch._foreach_add(tensors, 0.0))
+        return tensors
+
+    @property
+    def complete(self) -> bool:
+        return self._added == len(self._merges)
+
+
+def _merges(node: Node) -> list[int]:
+    if node[1] - node[0] == 1:
+        return [0]
+    left, right = children(node)
+    found = _merges(left) + _merges(right)
+    found[-1] += 1
+    return found
+
+
+class _Sum(NamedTuple):
+    """The sum of some shards' tensors; None stands for zeros."""
+
+    tensors: list[torch.Tensor] | None
+    own: bool
+    """The tensors may be changed."""
+
+
+def _added(left: _Sum, right: _Sum) -> _Sum:
+    if left.tensors is None or right.tensors is None:
+        return right if left.tensors is None else left
+    if not left.tensors:
+        return left
+    if not left.own:
+        return _Sum(list(torch._foreach_add(left.tensors, right.tensors)), True)
+    torch._foreach_add_(left.tensors, right.tensors)
+    return left
+
+
+# --- the exchange ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Flat:
+    """The tensors of one type in one buffer.
+
+    Attributes:
+        places: The positions of the tensors in the list of all.
+        starts: The index at which each tensor begins in the buffer.
+        slice_size: The elements that each member sums; the buffer has as many for each.
+    """
+
+    dtype: torch.dtype
+    places: list[int]
+    starts: list[int]
+    slice_size: int
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
+
+    def fill(self, sources: Sequence[torch.Tensor] | None, out: torch.Tensor, start: int) -> None:
+        """Write elements `start`.. of the buffer into `out`; None: zeros. A zero without a sign replaces -0.
+
+        A member without shards adds 0 to a sum, which turns -0 into 0. So no sum may be -0 in any world.
+        """
+        if sources is None:
+            out.zero_()
+            return
+        end = start + out.numel()
+        for source, place in zip(sources, self.starts, strict=True):
+            first, last = max(place, start), min(place + source.numel(), end)
+            if first < last:
+                torch.add(source[first - place : last - place], 0.0, out=out[first - start : last - start])
+
+    def sources(self, tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """Return the tensors of this buffer, each with its elements in the memory order of the view."""
+        if tensors is None:
+            return None
+        return [_flattened(tensors[place], view) for place, view in zip(self.places, self.views, strict=True)]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill their memory without gaps and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
+
+
+def _flattened(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.stride() != view.stride():
+        tensor = torch.empty_like(view).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _flats(like: Sequence[torch.Tensor], size: int) -> list[_Flat]:
+    kinds: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(like):
+        kinds.setdefault(tensor.dtype, []).append(place)
+    flats = []
+    for dtype, places in kinds.items():
+        unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        sizes = [-(-like[place].numel() // unit) * unit for place in places]
+        *starts, total = [0, *accumulate(sizes)]
+        slice_size = -(-total // (size * unit)) * unit
+        buffer = torch.zeros(slice_size * size, dtype=dtype)
+        views = []
+        for place, start in zip(places, starts, strict=True):
+            tensor = like[place]
+            part = buffer[start : start + tensor.numel()]
+            dense = _is_dense(tensor)
+            views.append(part.as_strided(tensor.shape, tensor.stride()) if dense else part.view(tensor.shape))
+        flats.append(_Flat(dtype, places, starts, slice_size, buffer, views))
+    return flats
+
+
+class ShardReduction:
+    """Adds up the members' partial sums in the order of the tree; all members get the same bits.
+
+    With two partial sums, one reduction adds them. With more, each member receives a slice of all of them, adds them
+    up, and sends its slice of the result to all.
+
+    Args:
+        count: The number of shards of each batch.
+        about: Settings that must be the same on all members, in words.
+        on_new_world: Called once in each new world with other members, before its first exchange.
+    """
+
+    def __init__(self, count: int, about: str = "", on_new_world: Callable[[], None] | None = None) -> None:
+        self.count = count
+        self._about = about
+        self._on_new_world = on_new_world
+        self._group: GlooGroup | None = None
+        self._shapes = ""
+        self._flats: list[_Flat] = []
+
+    def shards(self) -> range:
+        """Return this member's shards in the present world."""
+        position = process.require()
+        return shards_of(position.rank, position.size, self.count)
+
+    def partial_sums(self) -> PartialSums:
+        position = process.require()
+        return PartialSums(partials_of(self.count, position.size)[position.rank])
+
+    def exchange(self, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums over all shards, with the shapes and memory layouts of `like`; they are valid until the next.
+
+        Args:
+            like: Tensors on the CPU, with the same shapes and types on every member; only these are used.
+            sums: This member's partial sums.
+            numbers: A float64 vector, summed over the members in place: each element must be 0 on all members but one,
+                or a small whole number.
+
+        Raises:
+            HorovodInternalError: A peer is gone. Nothing was changed.
+            MismatchError: Settings or shapes differ between the members.
+            OutsideLoopError: This process is in no world yet.
+        """
+        assert sums.complete
+        try:
+            group = self._agreed_group(like or None)
+            if group is not None:
+                return self._sum(group, like, sums, numbers)
+        except HorovodInternalError:
+            self._flats, self._shapes = [], ""  # a transfer may still write to the buffers
+            raise
+        process.saw_update(process.update_pending)
+        numbers.add_(0.0)
+        value = sums.total()
+        if value is None:
+            return [torch.zeros_like(tensor) for tensor in like]
+        return value
+
+    def gather(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Sum a float64 tensor over the members in place, as `numbers` of `exchange`, and return it."""
+        numbers.add_(0.0)
+        group = self._agreed_group(None)
+        if group is not None:
+            group.wait(group.allreduce(numbers, Sum.gloo))
+        return numbers
+
+    def _agreed_group(self, like: Sequence[torch.Tensor] | None) -> GlooGroup | None:
+        group = global_process_set.group()
+        if group is None:
+            self._group = None
+            if (size := process.require().size) > 1:
+                raise OutsideLoopError(
+                    f"this worker has its shards of a batch, and reaches none of the other {size - 1} workers yet; go "
+                    "through the shards in the function decorated with hvd.elastic.run, and not in a reset callback"
+                )
+            return None
+        if group is not self._group:
+            agree(group, "virtual workers", f"{self.count} shards, {self._about}")
+            if self._on_new_world is not None:
+                self._on_new_world()
+            self._group, self._flats, self._shapes = group, [], ""
+        if like is not None:
+            shapes = "; ".join(f"{tensor.dtype} {list(tensor.shape)} {list(tensor.stride())}" for tensor in like)
+            if shapes != self._shapes:
+                agree(group, "gradients of virtual workers", shapes)
+                self._flats, self._shapes = _flats(like, group.size), shapes
+        return group
+
+    def _sum(
+        self, group: GlooGroup, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor
+    ) -> list[torch.Tensor]:
+        vector = torch.cat([numbers + 0.0, torch.tensor([float(process.update_pending)], dtype=torch.float64)])
+        nodes = partials_of(self.count, group.size)
+        works: list[tuple[Any, Callable[[], Any] | None]] = [(group.allreduce(vector, Sum.gloo), None)]
+        few = sum(map(len, nodes)) <= 2
+        for flat in self._flats if like else ():
+            works.append((_launch_sum(group, flat, sums), None) if few else _launch_slices(group, flat, sums, nodes))
+        for work, then in works:
+            group.wait(work)
+            if then is not None:
+                group.wait(then())
+        numbers.copy_(vector[:-1])
+        process.saw_update(bool(vector[-1]))
+        results: list[torch.Tensor] = list(like)
+        for flat in self._flats if like else ():
+            for place, view in zip(flat.places, flat.views, strict=True):
+                results[place] = view
+        return results
+
+
+def _launch_sum(group: GlooGroup, flat: _Flat, sums: PartialSums) -> Any:
+    """Launch a reduction of at most two partial sums: the order in which two numbers are added does not matter."""
+    sources = flat.sources(sums.values[0] if sums.values else None)
+    return group.allreduce(flat.buffer, Sum.gloo, lambda out, start: flat.fill(sources, out, start))
+
+
+def _launch_slices(
+    group: GlooGroup, flat: _Flat, sums: PartialSums, nodes: Sequence[Sequence[Node]]
+) -> tuple[Any, Callable[[], Any]]:
+    """Launch the exchange of slices; the function that is returned adds them up and launches the way back."""
+    own, size = len(sums.values), flat.slice_size
+    sent = torch.empty((group.size, own, size), dtype=flat.dtype)
+    for number, value in enumerate(sums.values):
+        sources = flat.sources(value)
+        for member in range(group.size):
+            flat.fill(sources, sent[member, number], member * size)
+    received = torch.empty((sum(map(len, nodes)), size), dtype=flat.dtype)
+    row_bytes = size * flat.dtype.itemsize
+    work = group.alltoall(
+        as_bytes(received), as_bytes(sent), [len(each) * row_bytes for each in nodes], [own * row_bytes] * group.size
+    )
+
+    def add_up() -> Any:
+        known = dict(zip((node for each in nodes for node in each), received, strict=True))
+        root = max(node[1] for node in known)
+
+        def value(node: Node) -> torch.Tensor:
+            if node in known:
+                return known[node]
+            left, right = children(node)
+            return value(left).add_(value(right))
+
+        return group.allgather(as_bytes(flat.buffer), as_bytes(value((0, root)).contiguous()))
+
+    return work, add_up
