@@ -73,6 +73,7 @@ class Trainer:
         self.training = training
         self.engine = engine
         self.state = state
+        state.engine = engine
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
         self.reporter = Reporter.of(self.view)
