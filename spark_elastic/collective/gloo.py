@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
 from spark_elastic.collective import devices
-from spark_elastic.collective.exchange import ExchangeWork, exchangeable, launch_exchange
 from spark_elastic.collective.gloo_shutdown import (
     GRACE_S,
     GroupSockets,
@@ -118,7 +117,7 @@ def compact(address: bytes) -> str:
     """
     differences = np.frombuffer(address, np.uint8).copy()
     differences[8:] -= differences[:-8].copy()
-    return base64.b64encode(zlib.compress(differences)).decode()
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode()
 
 
 def restore(text: str) -> bytes:
@@ -330,16 +329,11 @@ class GlooGroup:
         """
         self._settle()
         self.log.launched("allreduce", tensor, op)
-        if exchangeable(tensor, op, self.size):
-            return launch_exchange(tensor, op, self.size, fill, self._exchange_equal_parts)
         if fill is not None:
             fill(tensor, 0)
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         return self._launch("allreduce", [tensor], options)
-
-    def _exchange_equal_parts(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-        return self._launch("alltoall_base", received, sent, [], [])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
         self._settle()
@@ -399,10 +393,6 @@ class GlooGroup:
         Raises:
             HorovodInternalError: a peer is gone, or the driver has ended the round.
         """
-        if isinstance(work, ExchangeWork):
-            self.wait(work.exchange)
-            work.combine()
-            return
         try:
             if not has_ended(work, _STALL):
                 self._wait_on(work)
@@ -415,14 +405,10 @@ class GlooGroup:
         self.report_stall(True)
         try:
             while not has_ended(work, _SLICE):
-                self._while_waiting()
                 if clock.monotonic() - self._cut_at > GRACE_S:  # see `gloo_shutdown`
                     raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         finally:
             self.report_stall(False)
-
-    def _while_waiting(self) -> None:
-        """Do other work; called repeatedly during a long wait."""
 
     def _launch(self, name: str, *args: Any) -> Any:
         self.check_alive()

@@ -97,7 +97,6 @@ class NcclGroup:
         device: this member's GPU.
         check_alive: raises HorovodInternalError once the round is over.
         report_stall: called with True when a wait takes longer than `stall_s`, and with False when that wait ends.
-        while_waiting: does other work; called repeatedly during a wait.
         stall_s: the time after which a wait is long.
         runtime: the calls of CUDA and NCCL.
     """
@@ -107,14 +106,12 @@ class NcclGroup:
         device: torch.device,
         check_alive: Callable[[], None],
         report_stall: Callable[[bool], None],
-        while_waiting: Callable[[], None],
         stall_s: float,
         runtime: CudaRuntime | None = None,
     ) -> None:
         self.device = device
         self._check_alive = check_alive
         self._report_stall = report_stall
-        self._while_waiting = while_waiting
         self._stall_s = stall_s
         self._runtime = runtime or CudaRuntime()
         self._lock = threading.Lock()
@@ -211,7 +208,6 @@ class NcclGroup:
             if waited > within_s:
                 return False
             if waited > _SPIN_S:
-                self._while_waiting()
                 time.sleep(_PAUSE_S)
 
     def _translated(self, error: RuntimeError) -> HorovodInternalError:
@@ -283,7 +279,6 @@ class GpuReduction:
     Args:
         group: the group, for its members' agreement.
         connect_store: makes a store for the communicator's rendezvous, in the driver's key-value store.
-        while_waiting: see `NcclGroup`.
         stall_s: see `NcclGroup`.
     """
 
@@ -291,12 +286,10 @@ class GpuReduction:
         self,
         group: GlooGroup,
         connect_store: Callable[[], Any],
-        while_waiting: Callable[[], None],
         stall_s: float,
     ) -> None:
         self._group = group
         self._connect_store = connect_store
-        self._while_waiting = while_waiting
         self._stall_s = stall_s
         self._decided = False
         self._over = False
@@ -335,7 +328,7 @@ class GpuReduction:
     def _connect(self, device: torch.device) -> str | None:
         """Connect the communicator; return the failure as text, or None."""
         group = self._group
-        made = NcclGroup(device, group.check_alive, group.report_stall, self._while_waiting, self._stall_s)
+        made = NcclGroup(device, group.check_alive, group.report_stall, self._stall_s)
         self._nccl = made
         if self._over:  # later cuts find it in `_nccl`
             made.cut()

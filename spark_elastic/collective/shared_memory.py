@@ -133,11 +133,9 @@ _SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_BYTES
 # indexes of the counters, of 8 bytes each
 ARRIVED = 64 // 8
 """The count of chunks that can be read in this segment."""
-REDUCED = 128 // 8
-"""The count of chunks whose sum is in this member's slice."""
-CONSUMED = 192 // 8
+CONSUMED = 128 // 8
 """The count of chunks that this member has read from all segments."""
-LEFT = 256 // 8
+LEFT = 192 // 8
 """Not 0: this member has left the round and will send no more chunks."""
 TABLE = _TABLE_AT // 8
 
@@ -192,7 +190,7 @@ class OwnSegment(Mapping):
 
     def begin(self, round: int) -> None:
         """Set the counters to the first count of the round."""
-        for counter in (ARRIVED, REDUCED, CONSUMED):
+        for counter in (ARRIVED, CONSUMED):
             self.counters[counter] = first_count(round)
 
     def announce(self, counter: int, value: int) -> None:
@@ -207,7 +205,7 @@ class OwnSegment(Mapping):
             return
         fence()
         self.counters[LEFT] = 1
-        for counter in (ARRIVED, REDUCED, CONSUMED):
+        for counter in (ARRIVED, CONSUMED):
             futex_wake(self.counter_address(counter))
         self.close()
 
@@ -267,9 +265,9 @@ class Peer(Mapping):
             os.close(opened)
         if not hmac.compare_digest(self._map[: len(identity)], identity):
             self.unmap()
-            raise ValueError(f"process {pid} is not local rank {rank} here")
+            raise ValueError(f"process {pid} is not rank {rank} here")
         self.rank = rank
-        """Its rank among the members on this host."""
+        """Its rank in the group."""
         try:
             self._process = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -298,12 +296,8 @@ class HostPeers:
 
     own: OwnSegment
     rank: int
-    """This member's rank among those on its host."""
+    """This member's rank."""
     peers: list[Peer]
-    cores: int
-    """The smallest number of cores that any of them may use."""
-    demanded: bool
-    """All members of the group are set to use shared memory even where it may be slower."""
 
     def close(self) -> None:
         """Leave the round: members that wait for an answer of this one fail at once."""
@@ -317,48 +311,43 @@ class _Announcement(NamedTuple):
 
     pid: int
     descriptor: int
-    cores: int
     nonce: bytes
 
 
-_ANNOUNCEMENT = struct.Struct("<QQQ32s")
+_ANNOUNCEMENT = struct.Struct("<QQ32s")
 _warned = False
 _LOSS_IS_KNOWN_S = 5.0
 """The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
 
 
-def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> HostPeers | None:
-    """Open the segments of the group's members on this host; return None if any member of the group cannot.
+def find_peers(group: GlooGroup, link: WorkerLink) -> HostPeers | None:
+    """Open the segments of the group's members, all on this host; return None if any of them cannot.
 
     All members of the group call this together, and all of them get peers or all get None.
 
     Args:
         group: the group; it is connected.
         link: derives the key of the job.
-        hosts: the members' hosts, in the order of their ranks.
 
     Raises:
         HorovodInternalError: a peer is gone.
         InvalidSettingsError: the setting for the way of reduction is not valid.
         UsageError: the setting demands shared memory, which is impossible here.
     """
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
     key, setting = link.derive_key("shared memory"), reduction_setting()
     own, why = _make_segment(setting)
     found: HostPeers | None = None
     try:
-        everyone = group.exchange(_announce(own, key) + setting.encode().ljust(_SETTING_BYTES), serve=True)
+        announced = group.exchange(_announce(own, key), serve=True)
         if own is not None:
-            others = [_Announcement(*_ANNOUNCEMENT.unpack_from(everyone[rank])) for rank in here]
+            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announced]
             own.begin(group.round)
             try:
-                peers = _open_peers(key, here.index(group.rank), others)
+                peers = _open_peers(key, group.rank, others)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
             else:
-                cores = min(each.cores for each in others)
-                demanded = {each[_ANNOUNCEMENT.size :].decode().rstrip() for each in everyone} == {SHARED}
-                found, own = HostPeers(own, here.index(group.rank), peers, cores, demanded), None
+                found, own = HostPeers(own, group.rank, peers), None
         if all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True)):
             return found
     except BaseException:
@@ -392,15 +381,12 @@ def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
 
 
 def _announce(segment: OwnSegment | None, key: bytes) -> bytes:
-    """Write this member's identity into its segment, and return how the others on its host find that."""
+    """Write this member's identity into its segment, and return how the others find that."""
     if segment is None:
         return bytes(_ANNOUNCEMENT.size)
     nonce = os.urandom(32)
     segment.identify(_identity(key, nonce))
-    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, len(os.sched_getaffinity(0)), nonce)
-
-
-_SETTING_BYTES = max(map(len, (AUTO, GLOO, SHARED)))
+    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, nonce)
 
 
 def first_count(round: int) -> int:
@@ -413,18 +399,18 @@ def _identity(key: bytes, nonce: bytes) -> bytes:
 
 
 def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
-    """Open the segments of the other members on this host; see `Peer`.
+    """Open the segments of the other members; see `Peer`.
 
     Args:
         key: the job's key for shared memory.
-        rank: this member's rank among those on its host.
-        announced: what they have announced, by that rank.
+        rank: this member's rank.
+        announced: what they have announced, by rank.
     """
     peers: list[Peer] = []
     try:
         for number, other in enumerate(announced):
             if not other.pid:
-                raise ValueError(f"local rank {number} has none")
+                raise ValueError(f"rank {number} has none")
             if number != rank:
                 peers.append(Peer(number, other.pid, other.descriptor, _identity(key, other.nonce)))
     except BaseException:

@@ -11,15 +11,12 @@ import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 
-from spark_elastic.collective import peer_memory
 from spark_elastic.collective.calls import agree, as_bytes
-from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
@@ -47,8 +44,8 @@ class TensorSpec(NamedTuple):
 
 
 Layout = list[TensorSpec]
-Descriptions = dict[str, tuple[Sequence[Hashable], list[bytes]]]
-"""For each value, by its name: the identities of its tensors, and a digest of each tensor."""
+Description = tuple[Sequence[Hashable], list[bytes]]
+"""The identities of the tensors of a value, and a digest of each of them."""
 
 
 class StateHandler:
@@ -129,13 +126,9 @@ class StateHandler:
         self._light = self.light()
         layout, tensors = self.present()
         if layout != self._layout or [copy.device for copy in self._copies] != [each.device for each in tensors]:
-            self._copies = [self._new_like(tensor) for tensor in tensors]
+            self._copies = [torch.empty_like(each, memory_format=torch.preserve_format) for each in tensors]
             self._layout = layout
         copy_all(self._copies, tensors)
-
-    def _new_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for a copy of this one, with any values."""
-        return torch.empty_like(tensor, memory_format=torch.preserve_format)
 
     def restore(self) -> None:
         """Return to the last `save`."""
@@ -237,19 +230,11 @@ class Handlers:
         """True if a value is built later and has no tensors until then."""
         return any(handler.awaits_build() for handler in self.by_name.values())
 
-    def sync(
-        self,
-        root: int,
-        extra: Any,
-        *,
-        staged: bool,
-        known: Descriptions | None = None,
-        holds: bool | None = None,
-    ) -> Any:
+    def sync(self, root: int, extra: Any, *, staged: bool) -> Any:
         """Take over the values of the member of rank `root`, and return its `extra`; see `take_over`."""
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
-        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known, holds=holds)
+        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged)
         for name in own:
             self.by_name[name].sync()
         self.plain.assign(values)
@@ -274,17 +259,12 @@ class Handlers:
         for handler, other in pairs:
             handler.set_light(other.light())
 
-    def describe(self) -> Descriptions:
-        """Return a description of the tensors of each value whose handler does not override `sync`."""
-        own = self.with_own_sync
-        return describe({name: handler for name, handler in self.by_name.items() if name not in own})
-
-    def agree_that_equal(self, known: Descriptions) -> bool:
-        """Return True if all members hold the same values; `known`: the result of `describe` on this member."""
+    def agree_that_equal(self) -> bool:
+        """Return True, on every member alike, if all members hold the same values."""
         if self.with_own_sync:
             return False
         try:
-            everything = pickle.dumps((known, self.light_values(), self.unbuilt))
+            everything = pickle.dumps((describe(self.by_name), self.light_values(), self.unbuilt))
             values = hashlib.blake2b(everything, digest_size=16).hexdigest()
         except (
             Exception
@@ -300,9 +280,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
             torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])
 
 
-def describe(handlers: Mapping[str, StateHandler]) -> Descriptions:
+def describe(handlers: Mapping[str, StateHandler]) -> dict[str, Description]:
     """Return a description of the tensors of each value."""
-    out: Descriptions = {}
+    out: dict[str, Description] = {}
     for name, handler in handlers.items():
         layout, tensors = handler.present()
         out[name] = handler.identities(layout), [digest(tensor) for tensor in tensors]
@@ -315,10 +295,8 @@ def take_over(
     extra: Any = None,
     staged: bool = False,
     process_set: ProcessSet = global_process_set,
-    known: Descriptions | None = None,
-    holds: bool | None = None,
 ) -> Any:
-    """Set the values of all members to those of `root`: broadcast all metadata at once, then the tensors in few parts.
+    """Set the values of all members to those of `root`: compare digests, then broadcast the tensors that differ.
 
     Args:
         handlers: The values by name, the same names on every member.
@@ -327,11 +305,6 @@ def take_over(
         staged: Receive everything before any value is changed, so that this member's own values stay intact if the root
             is lost on the way.
         process_set: The members.
-        known: The descriptions of this member's tensors, if most tensors are probably equal on all members: only those
-            that differ on some member are sent. Implies `staged`.
-        holds: At the beginning of a world, instead of `known`: True if this member probably holds the root's values. It
-            compares its tensors with the root's. Those that hold other values read the root's memory meanwhile, if they
-            are on its host. None: every member receives all tensors.
 
     Returns:
         The root's `extra`.
@@ -343,122 +316,53 @@ def take_over(
     group = process_set.group()
     if group is None:
         return extra
+    mine, offer = describe(handlers), None
     am_root = group.rank == process_set.set_rank_of(root)
-    holders = [known is not None] * group.size
-    direct = False
-    if holds is not None:
-        holders = _holders(group, holds or am_root)
-        direct = _can_read(holders, root, handlers)
-        if not direct:  # everything has to be sent, so that no comparison can save anything
-            holders = [rank == root for rank in range(group.size)]
-    mine = handlers if am_root else {}
-    layouts = {name: handler.layout() for name, handler in mine.items()}
-    shared = [tensor for name, handler in mine.items() if direct for tensor in handler.tensors(layouts[name])]
-    with peer_memory.offered(shared) if am_root and direct else nullcontext() as memory:
-        offer = None
-        if am_root:
-            offer = ({name: (layouts[name], h.light(), h.metadata()) for name, h in mine.items()}, known, extra, memory)
-        values, theirs, extra, memory = broadcast_object(offer, root, process_set=process_set)
-        layouts = {name: layout for name, (layout, _, _) in values.items()}
-        holding, compared = holders[group.rank], holds is not None and sum(holders) > 1
-        wanted = torch.zeros(sum(map(len, layouts.values())), dtype=torch.uint8)
-        arriving: dict[str, list[torch.Tensor]] = {}
-        if not am_root:
-            for name, (layout, _, metadata) in values.items():
-                handlers[name].prepare(layout, metadata)
-                if not holding:
-                    arriving[name] = _targets(handlers[name], layout, staged)
-        if not holding:
-            wanted.fill_(1)
-            if memory is not None:
-                targets = [tensor for name in layouts for tensor in arriving[name]]
-                copied = peer_memory.read(memory, targets, group.check_alive)
-                wanted = torch.tensor([not each for each in copied], dtype=torch.uint8)
-        elif compared:
-            known = describe(handlers)
-        if compared:
-            theirs = broadcast_object(known, root, process_set=process_set)
-        if holding and not am_root:
-            assert known is not None
-            wanted = _differing(layouts, known, theirs)
-        selective = known is not None or holds is not None
-        if selective and wanted.numel():
-            group.wait(group.allreduce(wanted, Max.gloo))  # after this, no member reads the root's memory
-    chosen = _chosen(handlers, layouts, wanted if selective else None)
     if am_root:
-        own = {name: handlers[name].tensors(layouts[name]) for name, numbers in chosen.items() if numbers}
-        broadcast_tensors([tensors[n] for name, tensors in own.items() for n in chosen[name]], root, process_set)
+        offer = {name: (each.layout(), each.light(), each.metadata()) for name, each in handlers.items()}, mine, extra
+    values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
+    differing = {name: _differing(mine[name], theirs[name]) for name in values}
+    flags = torch.tensor([flag for name in values for flag in differing[name]], dtype=torch.uint8)
+    if flags.numel():
+        group.wait(group.allreduce(flags, Max.gloo))
+    arriving: dict[str, list[torch.Tensor]] = {}
+    for name, (layout, _, metadata) in values.items():
+        if not am_root:
+            handlers[name].prepare(layout, metadata)
+        arriving[name] = _targets(handlers[name], layout, differing[name], staged)
+    everything = [tensor for name in values for tensor in arriving[name]]
+    broadcast_tensors([tensor for tensor, flag in zip(everything, flags, strict=True) if flag], root, process_set)
+    if am_root:
         return extra
-    for name, layout in layouts.items():
-        if holding:
-            fresh = {n: torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]}
-            arriving[name] = [fresh.get(n, _NOTHING) for n in range(len(layout))]
-    broadcast_tensors([arriving[name][n] for name in layouts for n in chosen[name]], root, process_set)
-    for name, layout in layouts.items():
-        handler = handlers[name]
-        if len(chosen[name]) < len(layout) and holding:
-            if chosen[name]:
-                own_tensors = handler.tensors(layout)
-                copy_all([own_tensors[n] for n in chosen[name]], [arriving[name][n] for n in chosen[name]])
-        elif holding or staged or handler.staged:
-            handler.fill(layout, arriving[name])
+    for name, (layout, _, _) in values.items():
+        if (staged or handlers[name].staged) and mine[name] != theirs[name]:
+            handlers[name].fill(layout, arriving[name])
     for name, (_, light, _) in values.items():
         handlers[name].set_light(light)
     return extra
 
 
-_NOTHING = torch.empty(0)
+def _differing(mine: Description, theirs: Description) -> list[bool]:
+    """Return, for each tensor of the root in order, True if this member has no tensor that is equal to it.
+
+    Members with other tensors than the root's have none that is equal: they may have to create or drop some.
+    """
+    own, other = dict(zip(*mine, strict=True)), dict(zip(*theirs, strict=True))
+    same_tensors = own.keys() == other.keys()
+    return [not same_tensors or own[key] != other[key] for key in other]
 
 
-def _holders(group: GlooGroup, holds: bool) -> list[bool]:
-    """Return which members, by rank, probably hold the root's values; all members call this together."""
-    flags = torch.zeros(group.size, dtype=torch.uint8)
-    flags[group.rank] = holds
-    group.wait(group.allreduce(flags, Max.gloo))
-    return [bool(flag) for flag in flags.tolist()]
+def _targets(handler: StateHandler, layout: Layout, differing: Sequence[bool], staged: bool) -> list[torch.Tensor]:
+    """Return the tensors that receive the root's: new ones for those that differ, if they are copied later.
 
-
-def _targets(handler: StateHandler, layout: Layout, staged: bool) -> list[torch.Tensor]:
-    """Return the tensors that receive the root's: the value's own ones, or new ones if those are copied later."""
-    if staged or handler.staged:
-        return [torch.empty(piece.shape, dtype=piece.dtype) for piece in layout]
-    return handler.tensors(layout)
-
-
-def _can_read(holders: Sequence[bool], root: int, handlers: Mapping[str, StateHandler]) -> bool:
-    """Return True if all members that do not hold the root's values may read them from its memory, on its host."""
-    assert process.assignment is not None
-    members = process.assignment.world.members
-    hosts = {members[rank].place.host for rank, holds in enumerate(holders) if not holds}
-    # the tensors of a `staged` handler are copies
-    return hosts <= {members[root].place.host} and not any(handler.staged for handler in handlers.values())
-
-
-def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descriptions) -> torch.Tensor:
-    """Return a byte for each tensor of the root, in order: 1 if this member's tensor differs from it."""
-    out: list[bool] = []
-    for name in layouts:
-        own, other = dict(zip(*mine[name], strict=True)), dict(zip(*theirs[name], strict=True))
-        same_tensors = own.keys() == other.keys()
-        out += [not same_tensors or own[key] != other[key] for key in other]
-    return torch.tensor(out, dtype=torch.uint8)
-
-
-def _chosen(
-    handlers: Mapping[str, StateHandler], layouts: Mapping[str, Layout], wanted: torch.Tensor | None
-) -> dict[str, list[int]]:
-    """Return the indices of the tensors to send, by the name of the value; all or none if its handler is `staged`."""
-    out = {}
-    start = 0
-    for name, layout in layouts.items():
-        numbers = list(range(len(layout)))
-        if wanted is not None:
-            marked = wanted[start : start + len(layout)].tolist()
-            if not (handlers[name].staged and any(marked)):
-                numbers = [number for number in numbers if marked[number]]
-        out[name] = numbers
-        start += len(layout)
-    return out
+    A value's own tensor that is equal to the root's may receive it at any time, which changes nothing.
+    """
+    fresh = staged or handler.staged
+    own = [] if fresh and all(differing) else handler.tensors(layout)
+    return [
+        torch.empty(piece.shape, dtype=piece.dtype) if fresh and differs else own[number]
+        for number, (piece, differs) in enumerate(zip(layout, differing, strict=True))
+    ]
 
 
 _WIDTHS = (8191, 8209)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_elastic.elastic.call_stack import calling_line
-from spark_elastic.elastic.handlers import Descriptions, Handlers, StateHandler
+from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
 from spark_elastic.elastic.steps import Failure, LoopWatch, OptimizerSteps, Recovery, StepCounter, decide
@@ -316,10 +316,6 @@ class ElasticState(State):
         self._watch = watch(self._handlers, self._counter)
         self._steps = steps(self._handlers, self._counter, self._watch)
         self._resume_point = ResumePoint()
-        self._known: Descriptions | None = None
-        """Descriptions of the tensors while a probably equal state is taken over; None otherwise."""
-        self._holds: bool | None = None
-        """While the states of a new world are made equal: True if this member's version is the root's. None: later."""
         self._root_unbuilt = False
         """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
         for name in self._handlers.by_name:
@@ -380,9 +376,7 @@ class ElasticState(State):
         self._steps.before_sync()
         extra = self._handlers.unbuilt, self._watch.log.learnt
         staged = self._counter.version is not None
-        self._root_unbuilt, learnt = self._handlers.sync(
-            self._root, extra, staged=staged, known=self._known, holds=self._holds
-        )
+        self._root_unbuilt, learnt = self._handlers.sync(self._root, extra, staged=staged)
         self._watch.log.learn_from(learnt)
         self._steps.values_replaced()
         if not self._entering:
@@ -408,25 +402,12 @@ class ElasticState(State):
     def _before_joining(self) -> None:
         self._steps.before_joining()
 
-    def _sync_from(self, root: int, version: StateVersion | None) -> None:
-        self._steps.poll()
-        self._holds = version is not None and self._counter.version == version
-        try:
-            super()._sync_from(root, version)
-        finally:
-            self._holds = None
-
     def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        known = self._handlers.describe()
-        if self._handlers.agree_that_equal(known):
+        if self._handlers.agree_that_equal():
             return
         # no save: the last commit is the same on every member, and stays valid
         saved = self._counter.saved_version
-        self._known = known
-        try:
-            self._take_over_from(root, version)
-        finally:
-            self._known = None
+        self._take_over_from(root, version)
         self._counter.saved_version = saved
 
     def _sync_failed(self) -> None:

@@ -135,7 +135,7 @@ def _decode(encoded: Any) -> Any:
 
 def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
     bits = generator.bit_generator
-    bits.state = type(bits)(seed).state  # type: ignore[call-arg]
+    bits.state = type(bits)(seed).state
 
 
 def _write_numpy(generator: np.random.Generator, state: Any) -> None:

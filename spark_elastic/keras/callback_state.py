@@ -1,6 +1,7 @@
-"""State of Keras callbacks that is kept when `fit` is called again: plain attributes, and the point where it resumes.
+"""State of Keras callbacks that is kept when `fit` is called again, and the point where it resumes.
 
-Other attributes of a callback (its model, files, functions) belong to one process and are not kept.
+Kept are a callback's `state_dict`, or else its attributes that are numbers, strings, arrays, or lists and dicts of
+them. Other attributes (its model, files, functions) belong to one process.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spark_elastic.errors import UsageError
+
 _ATOMS = (bool, int, float, str, type(None))
 _PROCESS_ATTRIBUTES = frozenset(
     {"model", "_model", "params", "validation_data", "append", "append_header", "min_delta"}
 )
 """Attributes that are never kept: the model and data of the process, what it found in files, and `min_delta`, whose
 sign Keras flips in each process when it first looks up whether the monitored metric improves upwards or downwards."""
+_STATE_DICT = "state_dict()"
+"""The name of a callback's `state_dict` among its values."""
 
 
 class NotPlain(Exception):
@@ -84,20 +89,27 @@ class CallbackSnapshot:
         return cls(bool(document["begun"]), values)
 
 
-def plain_values(callback: Any, longest: int | None = None, instead: Any = None) -> dict[str, Any]:
-    """Return copies of a callback's attributes that are plain values or arrays, by name.
+def plain_values(callback: Any) -> dict[str, Any]:
+    """Return copies of the values of a callback that are kept.
 
-    Args:
-        callback: the callback.
-        longest: the largest number of items of a collection or array that is copied; None: no limit.
-        instead: the value returned in place of a longer one.
+    Returns:
+        The callback's `state_dict`, if it has one, under one name; otherwise its attributes that are plain values or
+        arrays, by name.
+
+    Raises:
+        UsageError: The `state_dict` holds something else.
     """
+    if _has_state_dict(callback):
+        try:
+            return {_STATE_DICT: _copied(callback.state_dict())}
+        except NotPlain:
+            raise UsageError(
+                f"the state_dict of {type(callback).__name__} must hold numbers, strings, arrays, and lists and dicts "
+                "of them alone"
+            ) from None
     values = {}
     for name, value in vars(callback).items():
         if name in _PROCESS_ATTRIBUTES:
-            continue
-        if longest is not None and _items(value) > longest:
-            values[name] = instead
             continue
         try:
             values[name] = _copied(value)
@@ -107,15 +119,16 @@ def plain_values(callback: Any, longest: int | None = None, instead: Any = None)
 
 
 def put_values(callback: Any, values: Mapping[str, Any]) -> None:
-    """Set attributes of a callback to copies of the values."""
+    """Set what `plain_values` has returned of a callback, or a part of it, to copies of the values."""
     for name, value in values.items():
-        vars(callback)[name] = copy.deepcopy(value)
+        if name == _STATE_DICT:
+            callback.load_state_dict(copy.deepcopy(value))
+        else:
+            vars(callback)[name] = copy.deepcopy(value)
 
 
-def _items(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return int(value.size)
-    return len(value) if type(value) in (list, tuple, set, dict) else 0
+def _has_state_dict(callback: Any) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
 
 def _copied(value: Any) -> Any:

@@ -12,6 +12,7 @@ import keras
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, ReduceOp
 from spark_elastic.errors import UnsupportedOperationError
+from spark_elastic.keras.archives import check_saved
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.optimizer import DistributedOptimizer
 
@@ -113,9 +114,13 @@ def load_model(
         custom_objects: other classes and functions that the model needs, by name.
         compression: argument of `DistributedOptimizer`.
         **distributed: further arguments of `DistributedOptimizer`.
+
+    Raises:
+        CheckpointError: the file is damaged, or would get other files of this machine into the model.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()}
     known.update(custom_objects or {})
+    check_saved(filepath, known)
     model = keras.saving.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)

@@ -411,15 +411,18 @@ class CheckpointWriter:
             return make
 
     def _work(self) -> None:
-        failing = False
+        failing = keeps_all = False
         while (make := self._next()) is not None:
             try:
                 self._checkpoints.write(make())
-                self._checkpoints.keep(self._keep)
                 self._error = None
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
+                why = self._remove_older()
+                if why and not keeps_all:
+                    self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+                keeps_all = bool(why)
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -428,6 +431,17 @@ class CheckpointWriter:
                 if not failing:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
+
+    def _remove_older(self) -> str:
+        """Remove the checkpoints that need not be kept; return why that failed, "" if it did not."""
+        try:
+            self._checkpoints.keep(self._keep)
+        except RunTakenError:
+            raise
+        except Exception as error:  # a storage in which a file is written once, say
+            log.warning("older checkpoints could not be removed: %s", redacted(error))
+            return first_line(error)
+        return ""
 
 
 def first_line(error: Exception) -> str:

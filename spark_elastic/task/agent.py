@@ -24,9 +24,9 @@ from spark_elastic import clock
 from spark_elastic.membership.reasons import LossKind
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport, WorkerId
+from spark_elastic.task.memory_kills import describe_kills, memory_kills
 from spark_elastic.task.reaper import default_child_signal, open_pidfd
-from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
-from spark_elastic.task.worker_template import TemplateAddress
+from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
 from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
@@ -154,7 +154,7 @@ def run_agent(
     launch: LaunchId,
     report: SlotReport,
     guardian: int | None = None,
-    template_guardians: Sequence[int] = (),
+    server_guardians: Sequence[int] = (),
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -166,11 +166,10 @@ def run_agent(
         launch: number of the slot's launch, by which the launcher recognises this agent.
         report: where the agent runs and what it may use there.
         guardian: process id of the executor's JVM; the agent ends when that process does.
-        template_guardians: the processes with which a template of workers ends; see `TemplateAddress`.
+        server_guardians: the processes with which a fork server ends; see `ForkServer`.
     """
-    template = TemplateAddress.of(template_guardians, order.keep_workers_s, order.preimport)
     with default_child_signal():
-        return asyncio.run(_Agent(order, slot, launch, report, guardian, template).run())
+        return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
 
 
 class _Agent:
@@ -181,10 +180,10 @@ class _Agent:
         launch: LaunchId,
         report: SlotReport,
         guardian: int | None,
-        template: TemplateAddress | None,
+        server_guardians: Sequence[int],
     ) -> None:
         self._order = order
-        self._template = template
+        self._server_guardians = server_guardians
         self._slot = slot
         self._launch = launch
         self._report = report
@@ -441,7 +440,7 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self, self._template)
+        self._process = WorkerProcess(self._order, self._env, self, self._server_guardians)
         self._running.add(self._process)
         self._all_gone.clear()
 
@@ -481,7 +480,7 @@ def main() -> None:
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    pickle.dump(run_agent(order, slot, 0, report, template_guardians=[launcher]), out)
+    pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
     out.flush()
 
 

@@ -1,11 +1,10 @@
 """The worker process: imports what training needs, waits for its worker id and runs the user's function.
 
 The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD DEATH_FD [module ...]``, or has it forked
-by a template, which is ``python -m spark_elastic.task.main template ...`` (`worker_template`). The id, the addresses of
-the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process
-ends when it closes. The result is written to RESULT_FD; DEATH_FD is for the reaper. Then the process waits until the
-agent releases it, or until the driver has the function called again, because another member of the world was lost: the
-world is rebuilt from the states that this process still holds.
+by a fork server (`fork_server`). The id, the addresses of the driver and the function arrive on stdin. The agent then
+keeps that pipe open as a lifeline: the process ends when it closes. The result is written to RESULT_FD; DEATH_FD is for
+the reaper. Then the process waits until the agent releases it, or until the driver has the function called again,
+because another member of the world was lost: the world is rebuilt from the states that this process still holds.
 """
 
 from __future__ import annotations
@@ -54,11 +53,6 @@ _PR_SET_PDEATHSIG = 1
 
 def main(argv: list[str]) -> None:
     keep_freed_memory()
-    if argv[0] == "template":
-        from spark_elastic.task.worker_process import memory_left  # here: a worker needs nothing of it
-        from spark_elastic.task.worker_template import run_template
-
-        run_template(argv[1:], run_worker, import_modules, memory_left)
     parent, result_fd, death_fd, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
     run_worker(parent, result_fd, death_fd, modules)
 

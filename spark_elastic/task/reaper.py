@@ -142,6 +142,13 @@ def _wait_for_end_of(worker: int) -> None:
             time.sleep(_POLL_S)
 
 
+def kill_group(pid: int) -> None:
+    """SIGKILL a worker and its process group."""
+    for kill in (os.killpg, os.kill):  # it may not have made its group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
 def open_pidfd(pid: int) -> int:
     """Return a descriptor that becomes readable when the process ends; -1 if it is gone or the system has none.
 

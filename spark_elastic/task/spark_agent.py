@@ -97,7 +97,7 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
-        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), template_guardians())
+        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), server_guardians())
 
 
 def prepare_and_report(payload: bytes) -> SlotReport:
@@ -107,25 +107,24 @@ def prepare_and_report(payload: bytes) -> SlotReport:
 
 
 def prepare_workers(payload: bytes) -> None:
-    """Have the executor's template import what workers need. Called in a Spark task before the job starts.
+    """Start the executor's fork server, which imports what workers need. Called in a Spark task before the job starts.
 
     Args:
         payload: a pickled `LaunchSpec` without key, function and addresses.
     """
+    from spark_elastic.task.fork_server import ForkServer
     from spark_elastic.task.worker_process import worker_environment
-    from spark_elastic.task.worker_template import TemplateAddress, TemplateUnavailableError
 
     order: LaunchSpec = pickle.loads(payload)
-    template = TemplateAddress.of(template_guardians(), order.keep_workers_s, order.preimport)
-    if template is None:
-        return
     env = worker_environment(order, dict(os.environ), sys.path, cores_in_task(), accelerators_in_task())
-    with contextlib.suppress(TemplateUnavailableError):
-        template.prepare(env, order.preimport)
+    server = ForkServer(server_guardians(), order.keep_workers_s, env, order.preimport)
+    with contextlib.suppress(OSError):
+        if server.is_possible():
+            server.connect().close()
 
 
-def template_guardians() -> tuple[int, ...]:
-    """Return the executor's JVM and Spark's Python daemon, with which a template of workers ends.
+def server_guardians() -> tuple[int, ...]:
+    """Return the executor's JVM and Spark's Python daemon, with which a fork server ends.
 
     In local mode the JVM outlives the session, and the daemon does not.
     """

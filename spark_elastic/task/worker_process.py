@@ -1,4 +1,4 @@
-"""A worker subprocess as its agent sees it: pipes, output, result and exit, and whether it was killed for its memory.
+"""A worker subprocess as its agent sees it: pipes, output, result and exit.
 
 Runs on the agent's event loop, without threads.
 """
@@ -13,18 +13,18 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
-from spark_elastic.task.reaper import exit_code_of, open_pidfd, process_state
-from spark_elastic.task.worker_template import Ends, ForkedProcess, TemplateAddress, TemplateUnavailableError
+from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
+from spark_elastic.task.memory_kills import memory_kills
+from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
 from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger("spark_elastic.task")
@@ -83,9 +83,9 @@ class WorkerProcess:
         order: LaunchSpec,
         env: dict[str, str],
         observer: WorkerObserver,
-        template: TemplateAddress | None = None,
+        guardians: Sequence[int] = (),
     ) -> None:
-        """Start the process, or have it forked by a template."""
+        """Start the process, or have it forked by the fork server with these guardians."""
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         order_read, self._order_fd = os.pipe()
@@ -96,14 +96,15 @@ class WorkerProcess:
         ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
         self._process: SpawnedProcess | ForkedProcess
         start = functools.partial(SpawnedProcess, order.preimport, env, ends, self._gone)
+        server = ForkServer(guardians, order.keep_workers_s, env, order.preimport)
         try:
             self._process = (
-                start()
-                if template is None
-                else ForkedProcess(template, env, order.preimport, ends, self._gone, lambda: self._spawn_instead(start))
+                ForkedProcess(server, ends, self._gone, lambda: self._spawn_instead(start))
+                if server.is_possible()
+                else start()
             )
-        except TemplateUnavailableError as error:
-            logger.info("a worker is started without a template: %s", error)
+        except OSError as error:
+            logger.info("a worker is started without a fork server: %s", error)
             self._process = start()
         self.memory_before = memory_kills()
         """The counters before the process started; see `exited`."""
@@ -127,7 +128,7 @@ class WorkerProcess:
         self._loop.add_reader(self._death_fd, self._dying)
 
     def _spawn_instead(self, start: Callable[[], SpawnedProcess]) -> None:
-        """Start a process as if there were no template: it has forked none."""
+        """Start a process as if there were no fork server: it has forked none."""
         try:
             self._process = start()
         except OSError as error:
@@ -349,6 +350,63 @@ class SpawnedProcess:
         self._ended(exit_code)
 
 
+class ForkedProcess:
+    """A worker that a fork server forks, as its agent sees it. Used on the agent's event loop.
+
+    Args:
+        ended: Called once, with the exit code, after the worker has ended.
+        failed: Called instead if no worker is forked. The ends are still open then.
+
+    Raises:
+        OSError: The server cannot be asked.
+    """
+
+    def __init__(
+        self, server: ForkServer, ends: Ends, ended: Callable[[int], None], failed: Callable[[], None]
+    ) -> None:
+        self._ends, self._ended, self._failed = ends, ended, failed
+        self._loop = asyncio.get_running_loop()
+        self.pid: int | None = None
+        """The worker's process id; None before it is forked."""
+        self._connection = server.connect()
+        try:
+            self._connection.setblocking(False)
+            socket.send_fds(self._connection, [server.request()], list(ends))
+        except OSError:
+            self._connection.close()
+            raise
+        self._loop.add_reader(self._connection, self._heard)
+
+    def kill(self) -> None:
+        """SIGKILL the worker and its process group; before it is forked, take the request back."""
+        if self.pid is not None:
+            kill_group(self.pid)
+        elif self._connection.fileno() >= 0:
+            self._disconnect()
+            self._ends.close()
+            self._loop.call_soon(self._ended, -signal.SIGKILL)
+
+    def _heard(self) -> None:
+        try:
+            answer = self._connection.recv(MESSAGE_BYTES)
+        except OSError:
+            answer = b""
+        if self.pid is None and answer:
+            self.pid = int(answer)
+            self._ends.close()
+            return
+        self._disconnect()
+        if self.pid is None:
+            self._failed()
+            return
+        kill_group(self.pid)  # without an answer the keeper is dead, and the worker with it
+        self._ended(int(answer or -signal.SIGKILL))
+
+    def _disconnect(self) -> None:
+        self._loop.remove_reader(self._connection)
+        self._connection.close()
+
+
 def worker_environment(
     order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
@@ -372,113 +430,3 @@ def worker_environment(
     env[DEVICE_SETTING] = order.device
     env.update(order.env)
     return env
-
-
-# --- workers that the kernel killed for lack of memory ------------------------------------------------
-#
-# Such a process ends by SIGKILL like any other killed process. The counters of its control group and of the machine
-# tell the difference.
-
-ROOT = Path("/")
-_GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryKills:
-    """Numbers of processes killed for lack of memory so far; None if the system does not show the counter."""
-
-    in_group: int | None
-    """In this process's control group, such as a container or a Spark executor."""
-    on_machine: int | None
-
-    def since(self, before: MemoryKills) -> tuple[int, bool]:
-        """Return how many were killed since `before`, and True if they belonged to this control group."""
-        in_group = _more(self.in_group, before.in_group)
-        return (in_group, True) if in_group else (_more(self.on_machine, before.on_machine), False)
-
-
-def _more(now: int | None, before: int | None) -> int:
-    return max(0, now - before) if now is not None and before is not None else 0
-
-
-def memory_kills(root: Path = ROOT) -> MemoryKills:
-    """Read the counters; takes tens of microseconds. `root` is the folder that holds /proc and /sys."""
-    group = _group(root)
-    counters = _numbers(group / "memory.events") if group is not None else {}
-    if group is not None and "oom_kill" not in counters:
-        counters = _numbers(group / "memory.oom_control")
-    return MemoryKills(counters.get("oom_kill"), _numbers(root / "proc/vmstat").get("oom_kill"))
-
-
-def describe_kills(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> str:
-    """Return how many processes were killed for lack of memory, and the limits, in words; "" if none was killed."""
-    kills, in_group = now.since(before)
-    if not kills:
-        return ""
-    processes = "1 process" if kills == 1 else f"{kills} processes"
-    where = "of its container (control group)" if in_group else "on its machine"
-    return f"The kernel killed {processes} {where} for lack of memory while it ran{_limits(root)}"
-
-
-def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes of memory that this process's container, or the machine, has left; None if not shown."""
-    left = [int(kib) * 1024 for kib in [_numbers(root / "proc/meminfo").get("MemAvailable:")] if kib is not None]
-    group = _group(root)
-    for limit_file, used_file in _LIMITS:
-        limit, used = (_number(group / name) if group is not None else None for name in (limit_file, used_file))
-        if group is not None and limit is not None and used is not None:
-            # the content of files that were read counts as used, and is given back when memory is needed
-            left.append(limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
-    return min(left, default=None)
-
-
-_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Files of a control group with its limit and its use, of version 2 and 1."""
-
-
-def _limits(root: Path) -> str:
-    parts = []
-    group = _group(root)
-    for name, _ in _LIMITS:
-        limit = _number(group / name) if group is not None else None
-        if limit is not None and limit < 2**60:
-            parts.append(f"limit {limit / _GIB:.1f} GiB")
-            break
-    free = _numbers(root / "proc/meminfo").get("MemAvailable:")
-    if free is not None:
-        parts.append(f"{free * 1024 / _GIB:.1f} GiB available on the machine now")
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def _group(root: Path) -> Path | None:
-    """Return the folder of this process's control group (version 2, or version 1's memory controller)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        for folder in (mount / path.lstrip("/"), mount):  # in a container, its own group is at the mount itself
-            if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
-                return folder
-    return None
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    try:
-        words = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

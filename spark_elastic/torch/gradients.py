@@ -120,10 +120,13 @@ class BackwardReducer:
         _owners[param] = weakref.ref(self)
 
     def detach(self) -> None:
-        """Remove the hooks from the parameters, so that another optimizer can reduce them."""
+        """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+        self._buckets, self._kept, self._group = [], (None, []), None
+        for slot in self._slots:
+            slot.bucket = None
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
@@ -185,14 +188,6 @@ class BackwardReducer:
     def _present_group(self) -> GlooGroup | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self.process_set.group() if self.process_set.included() else None
-
-    def make_room(self) -> None:
-        """Make the buckets of the first world in advance: at its first use, memory takes long to map."""
-        if self._slots and not self._buckets and not self._kept[1]:
-            parts = partition([slot.param for slot in self._slots], self.groups)
-            self._kept = self._purpose(parts), self._new_buckets(parts)
-            for bucket in self._kept[1]:
-                bucket.flat.fill_(0)  # new zeros are mapped when they are written
 
     def _purpose(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
         """Return what the buckets for this division of the parameters depend on."""

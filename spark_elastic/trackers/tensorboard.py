@@ -98,7 +98,9 @@ class _Fit:
     def epoch(self, row: Row) -> None:
         epoch, at = int(row["epoch"]), float(row["ended"])
         self._epochs = epoch + 1
-        values = {tag_of(name): value for name, value in row.items() if name not in ("epoch", "ended")}
+        values: dict[str, float | None] = {
+            tag_of(name): value for name, value in row.items() if name not in ("epoch", "ended")
+        }
         values["workers"] = self._workers  # at each epoch, or a chart would draw a slope between two changes
 
         def write() -> None:

@@ -470,7 +470,7 @@ class LaunchSpec:
     fetched_bytes: int = 0
     """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
     keep_workers_s: float = 0.0
-    """Seconds for which an executor keeps a template of workers after the job; 0: none is used."""
+    """Seconds for which an executor keeps a fork server of workers after the job; 0: none is used."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:

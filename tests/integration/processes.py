@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MARK = "TESTS_OF_SPARK_ELASTIC_MARK"
-"""The package's own prefix would be taken for a job's, whose variables do not reach templates of workers."""
+"""The package's own prefix would be taken for a job's, whose variables do not reach fork servers."""
 
 GONE_S = 20.0
 """For what ends at once to be gone. Far longer than it takes, so that a busy machine is not a failure."""

@@ -82,9 +82,8 @@ def without_autotuning(dataset: Any) -> Any:
 class TensorFlowBatches:
     """Rows of some arrays as batches of tensors. Keras iterates over it as over a `tf.data.Dataset`.
 
-    A new iterator of tf.data costs more than ten milliseconds, because it instantiates the functions of its dataset.
-    So one iterator serves all epochs. Its dataset has no end; it reads from a variable which rows come next. Batches
-    that it has read ahead when the rows change are dropped: an empty batch marks the beginning of the new ones.
+    The dataset is made once, because tracing its functions takes longer than entering `fit`; it reads from a variable
+    which rows come next.
 
     Args:
         arrays: Arrays with rows in their first dimension, in any structure.
@@ -93,77 +92,33 @@ class TensorFlowBatches:
     def __init__(self, arrays: Any) -> None:
         import tensorflow as tf
 
-        self._changes = 0
-        self._endless: Any = None
-        self._with_end: Any = None
-        self._has_end = True
+        self._dataset: Any = None
         with tf.device("CPU"):  # tf.data runs there
             self._tensors = keras.tree.map_structure(tf.constant, arrays)
-            self._plan = tf.Variable(np.zeros(4, np.int64), shape=[None], trainable=False)
-            """The number of changes; the number of batches n; their n + 1 edges; their rows, and one row more."""
-            self._begun = tf.Variable(np.zeros(2, np.int64), trainable=False)
-            """The change whose batches are read at present, and the element at which they begin."""
+            self._plan = tf.Variable(np.zeros(2, np.int64), shape=[None], trainable=False)
+            """The number of batches n; their n + 1 edges; their rows."""
 
-    def set_rows(self, shares: DealtRows, *, with_end: bool) -> None:
-        """Make the next batches those of `shares`.
-
-        Args:
-            shares: The rows of each batch.
-            with_end: The iterator has to end behind the last batch, so it is a new one.
-        """
-        self._changes += 1
-        head = np.array([self._changes, len(shares)], np.int64)
-        self._plan.assign(np.concatenate([head, shares.edges, shares.rows, np.zeros(1, np.int64)]))
-        self._has_end = with_end
-        if with_end:
-            return
-        if self._endless is None:
-            self._endless = iter(self._endless_dataset())
-        while len(keras.tree.flatten(next(self._endless))[0]):
-            pass
+    def set_rows(self, shares: DealtRows) -> None:
+        """Make the batches of the next iterator those of `shares`."""
+        self._plan.assign(np.concatenate([np.array([len(shares)], np.int64), shares.edges, shares.rows]))
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._has_end:
-            return self._endless
-        if self._with_end is None:  # made once: tracing its functions takes longer than entering `fit`
-            self._with_end = self._dataset_with_end()
-        return iter(self._with_end)
+        if self._dataset is None:
+            self._dataset = self._made()
+        return iter(self._dataset)
 
-    def _endless_dataset(self) -> Any:
-        import tensorflow as tf
-
-        def batch_at(element: Any) -> Any:
-            plan = self._plan.read_value()  # once, so that all parts are of one change
-            before = self._begun.read_value()
-            begun = tf.where(tf.equal(plan[0], before[0]), before, tf.stack([plan[0], element + 1]))
-            self._begun.assign(begun, read_value=False)
-            number = element - begun[1]
-            count = plan[1]
-            start = plan[2 + tf.clip_by_value(number, 0, count)]
-            stop = plan[2 + tf.clip_by_value(number + 1, 0, count)]
-            # behind the last batch there is the row more: only the first element, of number -1, is empty
-            stop += tf.cast(number >= count, tf.int64)
-            return self._gathered(plan[3 + count :][start:stop])
-
-        numbers = tf.data.Dataset.range(np.iinfo(np.int64).max)
-        return without_autotuning(numbers.map(tf.autograph.experimental.do_not_convert(batch_at)).prefetch(2))
-
-    def _dataset_with_end(self) -> Any:
+    def _made(self) -> Any:
         import tensorflow as tf
 
         def batch_at(number: Any) -> Any:
             plan = self._plan.read_value()
-            return self._gathered(plan[3 + plan[1] :][plan[2 + number] : plan[3 + number]])
+            rows = plan[2 + plan[0] :][plan[1 + number] : plan[2 + number]]
+            return keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
 
         def numbers_of_batches(_: Any) -> Any:
-            return tf.data.Dataset.range(self._plan.read_value()[1])
+            return tf.data.Dataset.range(self._plan.read_value()[0])
 
         plain = tf.autograph.experimental.do_not_convert
         # the variable is read when an epoch begins, not when this is made
         batches = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches)).map(plain(batch_at))
         return without_autotuning(batches.prefetch(2))
-
-    def _gathered(self, rows: Any) -> Any:
-        import tensorflow as tf
-
-        return keras.tree.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)

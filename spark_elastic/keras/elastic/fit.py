@@ -61,7 +61,7 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.session.batch_ends(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.session.epoch_ends(epoch, logs)
+        self.session.epoch_ends(epoch)
 
 
 class UpdateBatchStateCallback(_StateCallback):
@@ -106,6 +106,10 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
+        self.state.fit_callbacks.after_batch = self._mark
+
+    def _mark(self) -> None:
+        """Mark the state, or commit it, after the callbacks that come later have seen the end of the batch too."""
         self.state.sync_if_built_late()
         self._since_commit += 1
         if self.batches_per_commit is not None and self._since_commit >= self.batches_per_commit:
@@ -239,16 +243,16 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
         return deal(order, batches, self.num_batches, position.rank, position.size)
 
-    def _first_batch(self, *, with_end: bool) -> Any:
+    def _first_batch(self) -> Any:
         """Return an iterator whose next element is a batch of the training data, to run a step with in advance."""
         batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(1)), with_end=with_end)
+        batches.set_rows(self._dealt(0, range(1)))
         return iter(batches)
 
     def _no_batch(self) -> Any:
         """Return an iterator over no batch, with the types of the training data, to trace a step with."""
         batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(0)), with_end=True)
+        batches.set_rows(self._dealt(0, range(0)))
         return iter(batches)
 
     def _in_tensorflow(self) -> TensorFlowBatches:
@@ -275,9 +279,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
             check_steps(counting.steps_per_epoch, self.num_batches)
             counting.steps_per_epoch = None  # or Keras counts that many in a resumed epoch, which has fewer
         if self._batches is not None:
-            # an execution of several steps ends early where the iterator does
-            one_by_one = counting is not None and counting.steps_per_execution == 1
-            self._batches.set_rows(self._mine, with_end=not one_by_one)
+            self._batches.set_rows(self._mine)
         if counting is not None:
             counting._num_batches = len(self._mine)
             if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data

@@ -2,9 +2,9 @@
 
 `FitSession` continues the counts of batches and epochs, which Keras starts anew in each call of `fit`. `FitCallbacks`
 keeps the values of callbacks and sends them to newcomers: Keras calls `on_train_begin` each time that `fit` is entered,
-where EarlyStopping and others start anew and CSVLogger empties its file. The values that a callback has changed since
-its training began are restored before the first epoch that `fit` runs in the next world. Callbacks are matched by class
-and order, so they may be created anew each time.
+where EarlyStopping and others start anew. The values that a callback has changed since its training began are restored
+before the first epoch that `fit` runs in the next world. Callbacks are matched by class and order, so they may be
+created anew each time. `keras.callback_state` says which values are kept.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.elastic.plain_values import same
@@ -29,17 +27,12 @@ log = logging.getLogger("spark_elastic.keras")
 
 _ABOVE = 6
 """Largest number of calls between `CallbackList.set_model` and `set_model` of a callback."""
-_LONGEST = 1000
-"""Largest number of items in a value that is copied after each batch; longer values are copied when `fit` is left."""
-_LIVE = "live"
-"""Placeholder for a value that was too long to be copied."""
 _REFUSED = {
     "BackupAndRestore": "it would overwrite the state's weights with those of its file each time a worker is lost; a "
     "KerasState keeps them, and ModelCheckpoint writes files",
     "SwapEMAWeights": "an epoch may be left and resumed, which would swap the weights twice; use_ema=True in the "
     "optimizer gives the trained model the averages",
 }
-_KEPT_ELSEWHERE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 _BATCH_EVENTS = (
     *("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
     *("on_test_batch_begin", "on_test_batch_end"),
@@ -48,26 +41,21 @@ _BATCH_EVENTS = (
 Values = dict[str, Any]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The values of all callbacks at some moment, as far as callbacks have changed them. Copying it returns it itself.
+    """The values of all callbacks at some moment, as far as callbacks have changed them. Immutable, so not copied.
 
     Attributes:
         begun: A call of `fit` has begun an epoch.
         ended: That call has returned.
         stopped_at: The state's epoch when it returned, if a callback has stopped the training.
-        logs: Logs of completed epochs, by their numbers in the state.
         values: By callback, the values that it has changed.
     """
 
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
-    logs: dict[int, Any] = field(default_factory=dict)
-    values: dict[str, Values] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.logs, self.values = dict(self.logs), dict(self.values)
+    values: Mapping[str, Values] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
@@ -92,14 +80,12 @@ class FitCallbacks:
     """
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
-        self.logs: dict[int, dict[str, Any]] = {}
-        """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
-        self.reentered = False
-        """Values were loaded from which the next `fit` resumes; the History of that `fit` needs the earlier epochs."""
         self.attached: Callable[[], None] = lambda: None
         """A function to call when a `fit` with callbacks of this package begins."""
         self.detached: Callable[[], None] = lambda: None
         """A function to call when such a `fit` has ended."""
+        self.after_batch: Callable[[], None] | None = None
+        """A function to call when the end of the present batch has reached all callbacks."""
         self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _WatchedCallback] = {}
@@ -112,42 +98,31 @@ class FitCallbacks:
         self._resuming = False
         """The loop's function was called again, and no epoch has begun since."""
         self._events = 0
-        self._taken: list[Snapshot] = []
-        """Snapshots taken during the end of a batch, where callbacks that come later change values of theirs too."""
 
     # --- called by a state ------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
-        if not self._begun:
-            return self._kept
-        taken = Snapshot(True, logs=self.logs, values=self._values(_LONGEST))
-        self._taken.append(taken)
-        return taken
+        return Snapshot(True, values=self._values()) if self._begun else self._kept
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
-        values = dict(self._kept.values) if snapshot.begun else {}
-        for key, arrived in snapshot.values.items():
-            live = values.get(key, {})
-            values[key] = {**live, **_without_live(arrived, live)}
-            watched = self._watched.get(key)
-            for name in self._changing.setdefault(key, set()) - set(arrived):
-                if watched is not None and name in watched.at_begin:  # first changed after the snapshot was taken
-                    values[key][name] = watched.at_begin[name]
-            self._changing[key] |= set(arrived)
-        self.logs = dict(snapshot.logs)
-        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, snapshot.logs, values)
+        kept = {key: dict(values) for key, values in snapshot.values.items()}
+        for key, watched in self._watched.items():
+            for name in self._changing.get(key, ()):
+                if name in watched.at_begin:  # unless it is in the snapshot, it was first changed after that
+                    kept.setdefault(key, {}).setdefault(name, watched.at_begin[name])
+        for key, values in kept.items():
+            self._changing.setdefault(key, set()).update(values)
+        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, kept)
         if self._begun:
             self._put()
         elif snapshot.begun:
             self._resuming = True
-            self.reentered = True
 
     def left(self) -> None:
         """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
         if self._begun:
-            values = {**self._kept.values, **self._values(None)}
-            self._kept = Snapshot(True, logs=self.logs, values=values)
+            self._kept = Snapshot(True, values=self._values())
         self._begun = False
         self._resuming = self._kept.begun
 
@@ -195,27 +170,21 @@ class FitCallbacks:
             self._put()
             callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
 
-    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], epoch: int, *args: Any) -> None:
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
         if not self._begun:
             self._begun = True
-            resuming = self._resuming and not self._kept.ended
-            self._resuming = False
-            if resuming:
+            if self._resuming and not self._kept.ended:
                 self._put()
-                for watched in self._watched.values():
-                    if isinstance(watched.callback, keras.callbacks.CSVLogger) and epoch == self._epoch():
-                        drop_rows_from(Path(watched.callback.filename), watched.callback.sep, epoch)
             else:
-                self._kept = Snapshot()
-                self._changing = {}
-        self._event(callbacks, plain, epoch, *args)
+                self._kept, self._changing = Snapshot(), {}
+            self._resuming = False
+        self._event(callbacks, plain, *args)
 
     def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
-        self._taken.clear()
         plain(*args)
-        for snapshot in self._taken:
-            snapshot.values.update(self._values(_LONGEST, only_of_batches=True))
-        self._taken.clear()
+        then, self.after_batch = self.after_batch, None
+        if then is not None:
+            then()
 
     def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
         self._events += 1
@@ -228,56 +197,33 @@ class FitCallbacks:
             callbacks.model._initial_epoch = None
         self._event(callbacks, plain, *args)
         if self._begun:
-            at = self._epoch() if stopped else None
-            self._kept = Snapshot(True, True, at, self.logs, self._values(None))
-        elif self._resuming:
-            extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+            self._kept = Snapshot(True, True, self._epoch() if stopped else None, self._values())
+        elif self._resuming and self._kept.ended:
+            self._put()  # the History, for one, of a call that was complete
         self._begun = False
         self.detached()
 
     # --- values -------------------------------------------------------------------------------------
 
-    def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
-        """Return the changed values of each callback, with placeholders for those of more than `longest` items."""
+    def _values(self) -> dict[str, Values]:
+        """Return copies of the values that each callback has changed."""
         found = {}
         for key, watched in self._watched.items():
-            if only_of_batches and not watched.acts_on_batches:
-                continue
             if watched.copied is None or watched.acts_on_batches or watched.copied[0] != self._events:
-                short = longest if watched.acts_on_batches else None
-                watched.copied = self._events, self._changed(key, watched, short)
+                watched.copied = self._events, self._changed(key, watched)
             found[key] = watched.copied[1]
         return found
 
-    def _changed(self, key: str, watched: _WatchedCallback, longest: int | None) -> Values:
-        values = plain_values(watched.callback, longest, _LIVE)
+    def _changed(self, key: str, watched: _WatchedCallback) -> Values:
+        values, missing = plain_values(watched.callback), object()
         changing = self._changing.setdefault(key, set())
-        for name, value in values.items():
-            # an array may have been drawn in on_train_begin, which runs again after a loss and would draw another one
-            if name not in changing and (_holds_array(value) or not same(value, watched.at_begin.get(name, _LIVE))):
-                changing.add(name)
+        changing |= {name for name, value in values.items() if not same(value, watched.at_begin.get(name, missing))}
         return {name: values[name] for name in changing if name in values}
 
     def _put(self) -> None:
         for key, watched in self._watched.items():
-            put_values(watched.callback, _without_live(self._kept.values.get(key, {}), {}))
+            put_values(watched.callback, self._kept.values.get(key, {}))
             watched.copied = None
-
-
-def _holds_array(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_array, value.values()))
-    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_array, value)))
-
-
-def _without_live(values: Values, live: Values) -> Values:
-    """Replace placeholders by the values in `live`, or drop them."""
-    found = {name: live.get(name, _LIVE) if _is_live(value) else value for name, value in values.items()}
-    return {name: value for name, value in found.items() if not _is_live(value)}
-
-
-def _is_live(value: Any) -> bool:
-    return isinstance(value, str) and value == _LIVE
 
 
 def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
@@ -292,46 +238,12 @@ def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     counts: dict[str, int] = {}
     found = []
     for callback in callbacks:
-        if isinstance(callback, _KEPT_ELSEWHERE) or getattr(callback, "kept_by_state", False):
+        if isinstance(callback, keras.callbacks.ProgbarLogger) or getattr(callback, "kept_by_state", False):
             continue
         kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
         counts[kind] = counts.get(kind, 0) + 1
         found.append((f"{kind}#{counts[kind]}", callback))
     return found
-
-
-def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
-    """Add the epochs of earlier calls of `fit` to the History that `fit` will return.
-
-    Args:
-        history: The History, or None.
-        logs: Logs of completed epochs, by their numbers in the state.
-        epoch: The state's epoch; those before it are done.
-        offset: The state's number of an epoch minus the number that Keras gives it.
-    """
-    if history is None or epoch is None:
-        return
-    for number in sorted(number for number in logs if number < epoch):
-        history.epoch.append(number - offset)
-        for name, value in logs[number].items():
-            history.history.setdefault(name, []).append(value)
-
-
-def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
-    """Truncate a file of CSVLogger before the row of this epoch, which will be written again."""
-    if not path.is_file():
-        return
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            first = line.partition(separator.encode())[0].strip()
-            if first.isdigit() and int(first) >= epoch:
-                break
-            end += len(line)
-        else:
-            return
-    with path.open("rb+") as file:
-        file.truncate(end)
 
 
 class FitSession:
@@ -350,7 +262,7 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.first_batch: Callable[..., Any] | None = None
+        self.first_batch: Callable[[], Any] | None = None
         """A function that returns an iterator over a batch of the dataset of `fit`; None if that dataset is unknown."""
         self.no_batch: Callable[[], Any] | None = None
         """A function that returns an iterator over no batch, of the same types."""
@@ -391,10 +303,6 @@ class FitSession:
                 self._plan(epochs + self._offset)
             self._batches_before = self._state.batch if self.counts_batches else 0
             self._put_running_metrics_back()
-            memory: FitCallbacks = self._state.fit_callbacks
-            if memory.reentered and self.counts_epochs:
-                extend_history(getattr(model, "history", None), memory.logs, self._state.epoch, self._offset)
-            memory.reentered = False
         elif self._ended is not None:
             self._batches_before = 0
         self._ended = self._last = None
@@ -422,14 +330,12 @@ class FitSession:
             self._note_batch()
         self.batches += 1
 
-    def epoch_ends(self, epoch: int, logs: dict[str, Any] | None) -> None:
+    def epoch_ends(self, epoch: int) -> None:
         if self._ended == epoch:
             return
         self._ended = epoch
-        number = epoch + (self._offset or 0)
-        self._state.fit_callbacks.logs[number] = dict(logs or {})
         if self.counts_epochs:
-            self._state.epoch = number + 1
+            self._state.epoch = epoch + (self._offset or 0) + 1
         if self.counts_batches:
             self._state.batch = 0
             self._note_batch()
@@ -462,7 +368,6 @@ class FitSession:
         """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         counting = self._metrics_variables()
         self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
-        self._state.fit_callbacks.reentered = True
 
     def _put_running_metrics_back(self) -> None:
         """Restore the copied metrics, so that the epoch's metrics are those of all its batches.

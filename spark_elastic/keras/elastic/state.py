@@ -301,7 +301,7 @@ class KerasSteps(OptimizerSteps):
             model.make_train_function()
             if model.built and model.optimizer.built:
                 with self._state._frontend.alone(), self._values_kept(model):
-                    model.train_function(session.first_batch(with_end=model.steps_per_execution > 1))
+                    model.train_function(session.first_batch())
             else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
                 _trace(model.train_function, session.no_batch())
         except Exception as error:  # if it comes again, `fit` raises it where its caller expects that

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import keras
@@ -25,7 +24,7 @@ from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
 from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.keras.training import KerasTraining
-from spark_elastic.ml.preparation import LABEL, WEIGHT
+from spark_elastic.ml.preparation import LABEL, WEIGHT, split_evenly
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
@@ -35,9 +34,9 @@ from spark_elastic.reporting.history import FACTS
 log = logging.getLogger("spark_elastic.ml")
 
 _ROWS_OF_MEANS = 16
-"""The number of rows whose loss is compared with that of their parts."""
+"""The number of rows whose loss is compared with that of their parts; of a user's own loss it is a larger one."""
 _DRAWS = 4
-"""The number of times that each loss is computed, because it may be random."""
+"""The number of times that a random loss is computed."""
 
 
 def dry_run(
@@ -66,8 +65,7 @@ def dry_run(
     check_one_best(callbacks)
     if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
-    if not training.loss_is_per_worker:
-        _check_means(training, ready)
+    _check_means(training, ready)
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
@@ -91,19 +89,20 @@ def _trained_copy(training: KerasTraining, trained: Any) -> Any:
 def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     """Raise InvalidSettingsError if the loss of a batch depends on how it is divided into parts.
 
-    Several draws of each side are compared, because a model's own losses may be random.
+    Several draws of each side of a random loss are compared.
     """
     batch = first_rows(training, _ROWS_OF_MEANS)
     shares, graphs, rows = ready.shares, ready.graphs, batch.rows
     if rows < 2:
         return
-    if shares.scalars and WEIGHT in ready.feeder.names:
+    if shares.scalars and WEIGHT in ready.feeder.names and not training.loss_is_per_worker:
         name = _names_of_terms(ready)[min(shares.scalars)]
         raise InvalidSettingsError(
             f"the loss {name} returns one number for all rows, which sample weights cannot be applied to; return a "
             "value for each row, or numerators and denominators by row"
         )
-    (arrays,) = ready.feeder.arrays(batch, parts=1)
+    if training.loss_is_per_worker and not shares.counted:
+        return
     names: list[str] = []
     steady = bool(buffers_of(ready.model) or seeds_of(ready.model))
 
@@ -115,26 +114,58 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     signature = [tuple(ready.feeder.specs), tf.TensorSpec([2 + shares.terms], tf.float64)]
     traced = tf.function(losses, input_signature=signature, autograph=False)
 
-    def mean(edges: Sequence[int]) -> Any:
+    def parts_of(count: int) -> list[BatchPart]:
+        edges = split_evenly(rows, count)
+        return [BatchPart(tuple(tf.constant(each[a:b]) for each in arrays), b - a) for a, b in edges]
+
+    def totals(parts: Sequence[BatchPart]) -> list[float]:
+        return graphs.totals(parts, lambda own: own)
+
+    def mean(parts: Sequence[BatchPart], totals: Sequence[float]) -> Any:
         """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
-        parts = [
-            BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
-            for start, stop in pairwise(edges)
-        ]
-        totals = graphs.totals(parts, lambda own: own)
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
 
-    # Parts of one row differ most; those of several differ where a mean stands for a denominator.
-    for edges in ([0, rows // 3 or 1, rows], range(rows + 1)):
-        with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
-            wholes = np.stack([mean([0, rows]) for _ in range(_DRAWS)])
-            divided = np.stack([mean(edges) for _ in range(_DRAWS)])
-        _compare(ready, names, rows, len(edges) - 1, wholes, divided, _shapes(ready, arrays))
+    (arrays,) = ready.feeder.arrays(batch, parts=1)
+    with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
+        mean(parts_of(1), [1.0] * shares.terms)
+        if len(names) > shares.terms or _has_own_losses(ready):
+            a_row = sum(each.nbytes for each in arrays) // rows + 4 * ready.model.count_params()
+            batch = first_rows(training, common.rows_of_losses(a_row, rows))
+            (arrays,), rows = ready.feeder.arrays(batch, parts=1), batch.rows
+        # parts of one row differ most, and one whose label is ignored is seen
+        whole, parts = parts_of(1), parts_of(rows)
+        of_whole, of_parts = totals(whole), totals(parts)
+        _check_denominators(ready, rows, of_whole, of_parts, training.loss_is_per_worker)
+        if training.loss_is_per_worker:
+            return
+        wholes = np.stack([mean(whole, of_whole) for _ in range(_DRAWS)])
+        divided = np.stack([mean(parts, of_parts) for _ in range(_DRAWS if np.ptp(wholes, 0).any() else 1)])
+    _compare(ready, names, rows, wholes, divided, _shapes(ready, arrays))
 
 
-def _compare(
-    ready: PreparedModel, names: Sequence[str], rows: int, parts: int, wholes: Any, divided: Any, shapes: str
+def _has_own_losses(ready: PreparedModel) -> bool:
+    """Return True if a loss that the model is compiled with is not one of Keras."""
+    losses = [each.loss._loss for each in getattr(ready.model._compile_loss, "_flat_losses", None) or []]
+    functions = [getattr(each, "fn", None) or type(each) for each in losses if each is not None]
+    return any(not str(getattr(each, "__module__", "")).startswith("keras.") for each in functions)
+
+
+def _check_denominators(
+    ready: PreparedModel, rows: int, whole: Sequence[float], parts: Sequence[float], per_worker: bool
 ) -> None:
+    """Raise InvalidSettingsError if the denominators of single rows do not add up to those of all of them."""
+    for number in ready.shares.counted:
+        expected, found = whole[number], parts[number]
+        if found > expected * (1 + 1e-3) or (found < expected * (1 - 1e-3) and not per_worker):
+            raise InvalidSettingsError(
+                f"the loss {_names_of_terms(ready)[number]} returned two values, for a numerator and a denominator, "
+                f"and the second is no denominator: it is {expected:.6g} for the first {rows} rows together, and "
+                f"{found:.6g} in all for the single rows. Return a value for each row, or (numerator, denominator), "
+                "such as the sum over the labels that count and their number"
+            )
+
+
+def _compare(ready: PreparedModel, names: Sequence[str], rows: int, wholes: Any, divided: Any, shapes: str) -> None:
     scale = np.maximum(np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0)), 1e-3)  # sums of what cancels out
     rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 1e-3
     apart = np.abs(wholes.mean(0) - divided.mean(0))
@@ -144,8 +175,8 @@ def _compare(
         if wrong[at]:
             raise InvalidSettingsError(
                 f"the loss {name} is not a mean over rows: it is {wholes[0][at]:.6g} for the first {rows} rows, and "
-                f"{divided[0][at]:.6g} if they are divided into {parts} parts, as workers and accumulation_steps "
-                f"divide a batch.{shapes} Return a value for each row "
+                f"{divided[0][at]:.6g} if they are divided into {rows} parts, as workers and accumulation_steps divide "
+                f"a batch.{shapes} Return a value for each row "
                 "(for a sum in a keras.losses.Loss with reduction='sum'), or (numerator, denominator); or set "
                 "loss_is_per_worker=True, with which the result depends on the number of workers"
             )
@@ -237,7 +268,7 @@ def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
     be equal.
     """
     compiled = ready.model._compile_metrics
-    if compiled is None:
+    if compiled is None or len(tensors[0]) % 2:
         return
     x, y = ready.feeder.structure(tensors)[:2]
     outputs, labels = keras.tree.flatten(ready.model(x, training=False)), keras.tree.flatten(y)
@@ -247,7 +278,8 @@ def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
     for label, output, lists in zip(labels, outputs, of_outputs, strict=False):
         if label.shape == output.shape or tf.size(label) != tf.size(output):
             continue
-        invented = tf.reshape(tf.cast(tf.range(tf.size(label)) % 2, label.dtype), tf.shape(label))
+        of_rows = tf.reshape(tf.range(len(label)) % 2, [-1] + [1] * (len(label.shape) - 1))
+        invented = tf.broadcast_to(tf.cast(of_rows, label.dtype), tf.shape(label))
         for metric in (each for group in lists if group is not None for each in group.metrics):
             found = []
             try:

@@ -337,7 +337,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             columns = [field.columns for field in inputs]
             check_order("feature_cols", "inputs", names, columns)
             check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
-        if model.built:
+        # build() of a subclass without a build of its own only says that it is built
+        if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
             return model
         if self._given("transformation_fn") is not None:
             raise InvalidSettingsError(

@@ -64,6 +64,7 @@ class _KerasPickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         import keras
 
+        from spark_elastic.keras import archives
         from spark_elastic.ml.keras import compiling, fidelity, serialization
 
         def objects_of(config: Any) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class _KerasPickler(cloudpickle.Pickler):
                 arguments = compiling.compiled_with(value) if self._compiled else {}
                 optimizer = compiling.values_of(value.optimizer) if arguments else None
                 flags = tuple(serialization.Flags.of(value)) if value.built else None
-                objects = objects_of(serialization.archive_config(file))
+                objects = objects_of(archives.archive_config(file))
                 adapters = fidelity.adapters_of(value)
                 return load_model, (file, objects, arguments, optimizer, flags, *([adapters] if adapters else []))
             config = serialization.config_of(value)

@@ -12,9 +12,8 @@ import io
 import json
 import threading
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import keras
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from keras.src.saving import saving_lib  # what calls it in `keras.saving` and `Model.save` takes paths only
 
 from spark_elastic.errors import CheckpointError, NotPicklableError
+from spark_elastic.keras.archives import check_self_contained
 from spark_elastic.keras.backend import same_path
 from spark_elastic.ml import trust
 
@@ -61,81 +61,6 @@ def architecture(model: Any) -> Any:
     """Return the model's configuration; `archive_config` returns the same from an archive."""
     with _as_uncompiled(model):
         return keras.saving.serialize_keras_object(model)
-
-
-def archive_config(file: bytes) -> Any:
-    """Return the configuration in an archive; raise CheckpointError if it is not an archive."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(file)) as archive:
-            return json.loads(archive.read("config.json"))
-    except Exception as error:  # zipfile and zlib raise errors of many classes at damaged bytes
-        raise CheckpointError(f"not a .keras archive: {type(error).__name__}: {error}") from error
-
-
-def check_self_contained(file: bytes, own: Mapping[str, Any], *, safe: bool = True) -> None:
-    """Raise CheckpointError if an archive refers to files outside of itself, whose content would get into the model.
-
-    Versions of Keras that read such files were published as safe, so the archive is inspected before Keras opens it.
-    """
-    check_names_no_files(archive_config(file), own, safe=safe)
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith((".h5", ".hdf5")):
-                _check_hdf5(io.BytesIO(archive.read(entry)), entry.filename)
-
-
-def check_names_no_files(config: Any, own: Mapping[str, Any] = MappingProxyType({}), *, safe: bool = True) -> None:
-    """Raise CheckpointError if a layer in a configuration would read a file; Keras itself writes no such configuration.
-
-    Args:
-        config: A configuration of Keras.
-        own: Classes of the user's own by name, whose arguments may have any meaning.
-        safe: Refuse a TFSMLayer, which is a folder with a TensorFlow program.
-    """
-    stack = [config]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (list, tuple)):
-            stack += node
-        elif isinstance(node, Mapping):
-            stack += node.values()
-            kind = str(node.get("registered_name") or node.get("class_name"))
-            given = node.get("config")
-            if not isinstance(given, Mapping) or kind in own or keras.saving.get_registered_object(kind) is not None:
-                continue
-            for name in ("vocabulary", "idf_weights", *(["filepath"] if safe else [])):
-                if isinstance(given.get(name), str):
-                    raise CheckpointError(f"{kind} in the model names the file {given[name]!r:.200} ({name}): refused")
-
-
-def _check_hdf5(file: Any, name: str) -> None:
-    """Raise CheckpointError if an HDF5 file has links or storage outside of itself. Follows none of them."""
-    import h5py  # installed with Keras
-
-    try:
-        with h5py.File(file, "r") as opened:
-            stack, seen = [opened["/"]], set()
-            while stack:
-                group = stack.pop()
-                if (address := h5py.h5o.get_info(group.id).addr) in seen:
-                    continue
-                seen.add(address)
-                for child in group:
-                    link = group.get(child, getlink=True)
-                    if not isinstance(link, h5py.HardLink):
-                        raise CheckpointError(
-                            f"{name} has a {type(link).__name__} at {group.name}/{child!s:.80}: refused"
-                        )
-                    value = group[child]
-                    if isinstance(value, h5py.Group):
-                        stack.append(value)
-                    elif isinstance(value, h5py.Dataset) and (value.external or value.is_virtual):
-                        kind = "virtual" if value.is_virtual else "external"
-                        raise CheckpointError(f"{name} has {kind} storage at {value.name:.80}: refused")
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{name} is not a file of weights: {error}") from error
 
 
 @contextlib.contextmanager

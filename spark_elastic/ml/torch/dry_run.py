@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,6 +56,7 @@ def dry_run(
     common.check_order(training)
     check_one_best(training.callbacks)
     _check_tables(training)
+    _check_loss_parameters(training)
     if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = common.round_trip_pickle(training)
@@ -113,6 +114,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     objective = objective_of(training)
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
+    versions = {name: param._version for name, param in model.named_parameters() if param.requires_grad}
     with (
         UserCodeContext(_subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
@@ -122,6 +124,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         objective.begin(model, StepPlace())
         result = _kept(objective.forward(model, part))
         share = objective.share(result, part.rows, result.counts if objective.coupled else ())
+    _check_forward_changes(training, objective, model, versions)
     validation = _validation(training, objective, part)
     logged = _logged(result, validation)
     metrics = TorchMetricAccumulator(objective, training.metrics, logged)
@@ -191,6 +194,40 @@ def _check_tables(training: TorchTraining) -> None:
                     f"which {does}; or set loss_is_per_worker=True to take it as it is: the result then depends on the "
                     "number of workers"
                 )
+
+
+def _check_forward_changes(
+    training: TorchTraining, objective: Objective, model: torch.nn.Module, versions: Mapping[str, int]
+) -> None:
+    """Raise InvalidSettingsError if forward changes trained parameters in place, by the rows that it is called with."""
+    params = {name: param for name, param in model.named_parameters() if name in versions}
+    changed = [name for name, param in params.items() if param._version > versions[name]]
+    if not changed or training.loss_is_per_worker:
+        return
+    before = {name: params[name].detach().clone() for name in changed}
+    rows = first_rows(training, common.rows_of_losses(4 * sum(map(torch.numel, params.values())), common.ROWS))
+    with torch.no_grad():
+        objective.forward(model, BatchMaker(training, torch.device("cpu")).parts(rows, 1)[0])
+    if differing := [name for name, value in before.items() if not torch.equal(value, params[name])]:
+        raise InvalidSettingsError(
+            f"forward changes {', '.join(differing[:3])} of the model in place, as torch.nn.functional.embedding does "
+            "with max_norm. Each worker would do so by its share of a batch, and its weights would differ from those "
+            "of the others. Change them in a hook of the optimizer instead: register_step_post_hook"
+        )
+
+
+def _check_loss_parameters(training: TorchTraining) -> None:
+    """Raise InvalidSettingsError if a loss has parameters of its own, which no optimizer would change."""
+    trained = {id(param) for param in training.model.parameters()}
+    for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+        own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        names = [name for name, param in own if param.requires_grad and id(param) not in trained]
+        if names:
+            raise InvalidSettingsError(
+                f"the loss {type(loss).__name__} has parameters of its own ({', '.join(names[:3])}), which would not "
+                "be trained: an estimator trains those of the model. Make the loss a module of the model, and give "
+                "train_fn, which calls both; or set requires_grad=False"
+            )
 
 
 def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:

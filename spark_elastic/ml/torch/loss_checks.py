@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import warnings
@@ -19,12 +20,10 @@ from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, LossTerm, Objective
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.training.dry_run import rows_of_losses
 from spark_elastic.ml.training.engine import first_rows
 
 log = logging.getLogger("spark_elastic.ml")
-
-_ROWS, _BYTES = 251, 1 << 24
-"""The most rows on which a loss is tried, because labels that it ignores may be rare, and their size."""
 
 
 @contextmanager
@@ -108,16 +107,79 @@ def _all_pairs_error(name: str, shapes: Sequence[Sequence[int]], what: str) -> D
 
 
 def check_metrics(training: TorchTraining, objective: Objective, result: ForwardResult, rows: int) -> None:
-    """Raise DataError if a metric compares each output with the labels of all rows."""
+    """Raise DataError if a metric compares each output with the labels of all rows.
+
+    Such a metric depends on the labels' shape, but not on which row has which label. Outputs and labels are invented,
+    and every other row has another output and another label: a metric of rows then depends on which has which.
+    """
+    if rows < 4 or rows % 2:
+        return
+    odd = torch.arange(rows) % 2
+    outputs = tuple(_other_outputs(each, odd) for each in result.outputs)
+    # the same labels in three orders
+    labels, *others = ([_of_rows(label, each) for label in result.labels] for each in (odd, 1 - odd, odd.sort().values))
     for name, metric in training.metrics.items():
         accumulator = TorchMetricAccumulator(objective, {name: metric})
 
-        def call(labels: tuple[Any, ...], accumulator: TorchMetricAccumulator = accumulator) -> Any:
-            sums = torch.zeros(accumulator.width, dtype=torch.float64)
-            return accumulator.measure(replace(result, labels=labels, logged={}), rows, sums)
+        def value(
+            labels: Sequence[Any], start: int, stop: int, of: TorchMetricAccumulator = accumulator
+        ) -> torch.Tensor:
+            of_outputs, of_labels = (tuple(_part(each, start, stop) for each in some) for some in (outputs, labels))
+            sums = torch.zeros(of.width, dtype=torch.float64)
+            of.measure(replace(result, outputs=of_outputs, labels=of_labels, logged={}), stop - start, sums)
+            return sums[of.rows_position + 1 :]
 
-        if shapes := _all_pairs(call, result.labels, rows):
-            raise _all_pairs_error(f"the metric {name}", shapes, _shapes_of(result))
+        if _pairs_all(value, labels, others, rows):
+            raise DataError(
+                f"the metric {name} compares each output with the labels of all rows: {_shapes_of(result)}; give "
+                "output and label one shape, in your function or by label_shapes"
+            )
+
+
+def _pairs_all(
+    value: Callable[..., torch.Tensor], labels: Sequence[Any], others: Sequence[Sequence[Any]], rows: int
+) -> bool:
+    """Return True if a metric is no sum over rows, and depends on the labels' shape, but not on their order."""
+
+    def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-3, equal_nan=True)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            whole, parts = value(labels, 0, rows), sum(value(labels, row, row + 1) for row in range(rows))
+            if equal(whole, parts) or not all(equal(whole, value(each, 0, rows)) for each in others):
+                return False
+        except Exception as error:
+            log.info("it is not known which rows a metric compares: %s", error)
+            return False
+        for axis in (-1, 1):
+            with contextlib.suppress(Exception):
+                if not equal(whole, value([_other_shape(each, axis) for each in labels], 0, rows)):
+                    return True
+    return False
+
+
+def _other_outputs(output: Any, odd: torch.Tensor) -> Any:
+    """Return the output of the first row in even rows, and the opposite in odd ones, so that thresholds divide them."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.shape[:1] != odd.shape:
+        return output
+    first = output[:1]
+    is_unit = bool(((first >= 0) & (first <= 1)).all())  # perhaps probabilities, which have to remain such
+    opposite = 1 - first if is_unit else -first
+    pair = torch.cat([first, opposite]) * (1 if is_unit else 4 / first.abs().max())
+    return pair[odd]
+
+
+def _of_rows(label: Any, numbers: torch.Tensor) -> Any:
+    """Return a label with the same number in all elements of a row."""
+    if not isinstance(label, torch.Tensor) or label.shape[:1] != numbers.shape:
+        return label
+    return numbers.reshape(-1, *[1] * (label.dim() - 1)).to(label.dtype).expand(label.shape).clone()
+
+
+def _part(value: Any, start: int, stop: int) -> Any:
+    return value[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _shapes_of(result: ForwardResult) -> str:
@@ -155,7 +217,7 @@ def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any]
     a_row = sum(each.nbytes for each in tensors) // part.rows
     if not outputs:
         a_row += sum(each.nbytes for each in training.model.parameters()) // 4
-    rows = max(part.rows, min(_ROWS, _BYTES // max(1, a_row)))
+    rows = rows_of_losses(a_row, part.rows)
     try:
         return BatchMaker(training, torch.device("cpu")).parts(first_rows(training, rows), 1)[0]
     except Exception as error:  # of transformation_fn, which has taken fewer rows
@@ -193,7 +255,10 @@ def _check_term(
     def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
 
-    _compare(term.name, whole, of, batch.rows, per_worker)
+    def other() -> tuple[torch.Tensor, float]:
+        return alone(-outputs, label, None, batch.rows)
+
+    _compare(term.name, whole, of, other, batch.rows, per_worker)
 
 
 def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
@@ -215,10 +280,25 @@ def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBa
             result = objective.forward(model, _cut(batch, start, stop))
             return result.sums[0], result.counts[0]
 
-        _compare(name, lambda: of(0, batch.rows), of, batch.rows, training.loss_is_per_worker)
+        def other() -> tuple[torch.Tensor, float]:
+            with _negated(model):
+                return of(0, batch.rows)
+
+        _compare(name, lambda: of(0, batch.rows), of, other, batch.rows, training.loss_is_per_worker)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def _negated(model: torch.nn.Module) -> Iterator[None]:
+    """Give the parameters of a model the opposite sign within the block."""
+    params = [each for each in model.parameters() if each.is_floating_point()]
+    torch._foreach_neg_(params)
+    try:
+        yield
+    finally:
+        torch._foreach_neg_(params)
 
 
 def _with_labels(part: TorchBatch, labels: tuple[Any, ...]) -> TorchBatch:
@@ -239,13 +319,14 @@ def _compare(
     name: str,
     whole: Callable[[], tuple[torch.Tensor, float]],
     of: Callable[[int, int], tuple[torch.Tensor, float]],
+    other: Callable[[], tuple[torch.Tensor, float]],
     rows: int,
     per_worker: bool,
 ) -> None:
     """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
 
     A loss that is random, or cannot be computed of a part, is not judged. One that is `per_worker` may be anything but
-    a pair with a mean in place of the denominator.
+    a pair with a mean in place of the denominator. Warn if the denominator of `other` outputs is another one.
     """
     if rows < 2:
         return None
@@ -274,6 +355,7 @@ def _compare(
             f"{expected[1]:.6g} for the first {rows} rows together, and {count:.6g} in all for {len(found)} parts of "
             "them. Return the loss alone; a train_fn returns values for metrics as (loss, outputs), with outputs by row"
         )
+    _warn_of_counted_outputs(name, other, expected[1], rows)
     if per_worker:
         return None
     sums = [float(part[0]) for part in found]
@@ -287,3 +369,20 @@ def _compare(
         "the labels that count and their number; or set loss_is_per_worker=True, to average it over the workers' "
         "shares as it is"
     )
+
+
+def _warn_of_counted_outputs(
+    name: str, other: Callable[[], tuple[torch.Tensor, float]], expected: float, rows: int
+) -> None:
+    with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if not math.isclose(count := other()[1], expected, rel_tol=1e-4):
+            log.warning(
+                "%s returned two values, so its loss is the first divided by the second, a denominator. That follows "
+                "from the model's outputs: it is %g for the first %d rows, and %g for the same rows and other outputs. "
+                "If it is a number of hits, say, return the loss alone",
+                name,
+                expected,
+                rows,
+                count,
+            )

@@ -36,6 +36,8 @@ log = logging.getLogger("spark_elastic.ml")
 ROWS = 4
 """The number of rows that the step of a dry run takes."""
 
+_MOST_ROWS, _MOST_BYTES = 251, 1 << 24
+
 _PACKAGE = Path(__file__).parents[2]
 _OF_CODE = (NameError, AttributeError, ImportError)
 
@@ -152,6 +154,16 @@ def round_trip_pickle(training: T) -> T:
                     "be pickled (locks, connections, open files) where it is first used"
                 ) from error
         raise NotPicklableError(f"the training cannot be sent to the workers: {error}") from error
+
+
+def rows_of_losses(bytes_a_row: int, least: int) -> int:
+    """Return the number of rows on which a user's own loss is tried: many, because labels that it ignores may be rare.
+
+    Args:
+        bytes_a_row: The memory that trying one row takes.
+        least: The fewest rows to return.
+    """
+    return max(least, min(_MOST_ROWS, _MOST_BYTES // max(1, bytes_a_row)))
 
 
 def check_order(training: Training) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spark_elastic.elastic.handlers import (
     Handlers,
@@ -116,30 +114,6 @@ class ModelStateHandler(StateHandler):
 class OptimizerStateHandler(StateHandler):
     """The handler of an optimizer. Its tensors are those of its state; options and other state are its light part."""
 
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self._room: dict[Any, list[torch.Tensor]] = {}
-        """Tensors whose memory is mapped already, by `_kind`; see `make_room`."""
-
-    def make_room(self) -> None:
-        """Allocate the tensors of the state that is taken over next, and of its copy, before other members wait.
-
-        At its first use, memory takes longer to map than to fill.
-        """
-        for param, names in zip(self._params(), _tensors_per_parameter(self.value), strict=True):
-            if param.device.type == "cpu":
-                for dtype in [*names, *names]:
-                    fresh = torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
-                    self._room.setdefault(_kind(fresh), []).append(fresh.zero_())
-
-    def clear_room(self) -> None:
-        """Free what `make_room` has allocated and nothing has used."""
-        self._room = {}
-
-    def _new_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._room.get(_kind(tensor)) if tensor.device.type == "cpu" else None
-        return room.pop() if room else super()._new_like(tensor)
-
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
 
@@ -184,9 +158,7 @@ class OptimizerStateHandler(StateHandler):
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != piece.shape or value.dtype != piece.dtype:
                 device = torch.device("cpu") if piece.on_cpu else param.device
                 if piece.shape == tuple(param.shape):  # the parameter's memory layout, as optimizers make it
-                    model = torch.empty_like(param, dtype=piece.dtype, device="meta", requires_grad=False)
-                    room = self._room.get(_kind(model)) if device.type == "cpu" else None
-                    fresh = room.pop() if room else torch.empty_like(model, device=device)
+                    fresh = torch.empty_like(param, dtype=piece.dtype, device=device, requires_grad=False)
                 else:
                     fresh = torch.empty(piece.shape, dtype=piece.dtype, device=device)
                 state[param][name] = fresh.detach()
@@ -224,42 +196,6 @@ class OptimizerStateHandler(StateHandler):
                     del have[name]
         for (index, name), value in plain.items():
             state[params[index]][name] = independent_copy(value)
-
-
-def _kind(tensor: torch.Tensor) -> Any:
-    """Return what two tensors on the CPU have to share so that one can be used in place of the other."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _tensors_per_parameter(optimizer: torch.optim.Optimizer) -> list[list[torch.dtype]]:
-    """Return the types of the tensors that an optimizer of torch keeps for each parameter, of that parameter's shape.
-
-    A copy of the optimizer makes a step on parameters of two elements. Optimizers of others may do anything in a step,
-    so they count as having none.
-    """
-    inner = optimizer._inner if isinstance(optimizer, DistributedOptimizerMixin) else optimizer
-    kind, params = type(inner), [param for group in inner.param_groups for param in group["params"]]
-    nothing: list[list[torch.dtype]] = [[] for _ in params]
-    if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS or inner.state:
-        return nothing
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return nothing
-    small = {id(param): torch.nn.Parameter(torch.zeros(2, dtype=param.dtype), param.requires_grad) for param in params}
-    for param in small.values():
-        param.grad = torch.zeros_like(param) if param.requires_grad else None
-    copied = kind.__new__(kind)
-    copied.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        copied.__dict__[hooks] = OrderedDict()
-    copied.state = defaultdict(dict)
-    copied.param_groups = [
-        {**group, "params": [small[id(param)] for param in group["params"]]} for group in inner.param_groups
-    ]
-    copied.step()
-    return [
-        [value.dtype for value in copied.state[small[id(param)]].values() if getattr(value, "shape", None) == (2,)]
-        for param in params
-    ]
 
 
 class SamplerStateHandler(StateHandler):
@@ -470,19 +406,7 @@ class TorchOptimizerSteps(OptimizerSteps):
     def may_leave(self) -> bool:
         return not any(each._reducer.accumulating for each in self._distributed())
 
-    def before_joining(self) -> None:
-        try:
-            for handler in self._handlers.of(OptimizerStateHandler).values():
-                handler.make_room()
-            for optimizer in self._distributed():
-                optimizer._reducer.make_room()
-        except Exception as error:  # an optimizer's own, or too little memory: the first step raises it again
-            log.info("no memory could be prepared before joining: %s", error)
-
     def resume_point(self, called: bool) -> None:
-        if called:
-            for handler in self._handlers.of(OptimizerStateHandler).values():
-                handler.clear_room()
         for sampler in self._samplers():
             sampler.start_counting()
         self._copy_buffers()

@@ -15,7 +15,7 @@ from tests.integration.clusters import local_cluster
 from tests.integration.processes import GONE_S, is_running, wait_until
 from tests.integration.spark.conftest import finished, job_processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")]
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")]
 
 KEEP_S = 8
 
@@ -27,19 +27,23 @@ def cluster():
 
 
 def where_it_runs(path=None):
-    """Return this worker's template, its job's key, a variable and the working directory."""
+    """Return this worker's fork server, its job's key, a variable and the working directory."""
     import os
+    from pathlib import Path
 
     import spark_elastic.torch as hvd
     from spark_elastic.wire import worker_link
 
     hvd.init()
     link = worker_link.current()
-    return os.getppid(), link._key.hex(), os.environ.get("SPARK_ELASTIC_TEST_WORD"), os.getcwd(), os.getpid()
+    of_keeper = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    return int(of_keeper[1]), link._key.hex(), os.environ.get("SPARK_ELASTIC_TEST_WORD"), os.getcwd(), os.getpid()
 
 
-def templates(cluster):
-    return {pid for pid, command in job_processes(cluster).items() if "task.main template" in command}
+def servers(cluster):
+    """Return the fork servers, whose keepers and workers have the same command line."""
+    forked = {pid for pid, command in job_processes(cluster).items() if "task.fork_server" in command}
+    return {pid for pid in forked if is_running(pid) and parent_of(pid) not in forked}
 
 
 def wait_for_end(pids):
@@ -47,57 +51,62 @@ def wait_for_end(pids):
         wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"process {pid} is gone")
 
 
-def test_next_job_gets_workers_of_the_same_template_and_nothing_else_of_the_first(jobs, cluster):
+def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(jobs, cluster):
     settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
     first = run(where_it_runs, env={"SPARK_ELASTIC_TEST_WORD": "first"}, **settings)
-    assert len({template for template, *_ in first}) == 2, "each executor has one"
+    assert len({server for server, *_ in first}) == 2, "each executor has one"
     began = time.monotonic()
     second = run(where_it_runs, **settings)
     print(f"the second call took {time.monotonic() - began:.2f} s")
-    assert {template for template, *_ in second} == {template for template, *_ in first} == templates(cluster)
+    assert {server for server, *_ in second} == {server for server, *_ in first} == servers(cluster)
     assert {key for _, key, *_ in first}.isdisjoint({key for _, key, *_ in second})
     assert {word for _, _, word, *_ in first} == {"first"}
     assert {word for _, _, word, *_ in second} == {None}
     assert {pid for *_, pid in first}.isdisjoint({pid for *_, pid in second})
-    # the fixture sees that the templates end
+    # the fixture sees that the servers end
 
 
-def test_training_goes_on_without_the_template_of_a_worker(jobs, cluster):
+def test_training_goes_on_without_the_server_of_a_worker(jobs, cluster):
     job, diary = jobs.train(2, keep_workers=KEEP_S)
     world = diary.wait_for_world(2)
-    killed = world[0]["agent"]  # its parent
-    assert killed in templates(cluster)
+    killed = server_of(world[0])
+    assert killed in servers(cluster)
     os.kill(killed, signal.SIGKILL)
     world = diary.wait_for_world(2, after=world[0]["round"])
-    assert killed not in {entry["agent"] for entry in world.values()}
+    assert killed not in {server_of(entry) for entry in world.values()}
     assert len(finished(job, diary)) == 2
 
 
-def test_worker_that_is_killed_is_replaced_by_the_template(jobs, cluster):
+def test_worker_that_is_killed_is_replaced_by_the_server(jobs, cluster):
     job, diary = jobs.train(2, keep_workers=KEEP_S)
     world = diary.wait_for_world(2)
-    before = {entry["agent"] for entry in world.values()}
+    before = {server_of(entry) for entry in world.values()}
     os.kill(world[1]["pid"], signal.SIGKILL)
     world = diary.wait_for_world(2, after=world[0]["round"])
-    assert {entry["agent"] for entry in world.values()} == before
+    assert {server_of(entry) for entry in world.values()} == before
     assert len(finished(job, diary)) == 2
 
 
-def test_template_is_gone_with_its_executor(jobs, cluster):
+def test_server_is_gone_with_its_executor(jobs, cluster):
     job, diary = jobs.train(2, keep_workers=KEEP_S)
     world = diary.wait_for_world(2)
-    killed, template = world[0]["pid"], world[0]["agent"]
-    cluster.kill_executor(executor_of_template(cluster, killed))
-    wait_for_end([killed, template])
+    killed, server = world[0]["pid"], server_of(world[0])
+    cluster.kill_executor(executor_of_server(cluster, server))
+    wait_for_end([killed, server])
     diary.wait_for_world(2, after=world[0]["round"])
     assert len(finished(job, diary)) == 2
 
 
-def executor_of_template(cluster, worker):
-    """Return the executor of a worker, which is not below it: the template's first argument after its settings."""
-    command = job_processes(cluster)[parent_of(worker)].split()
-    jvm = int(command[command.index("template") + 3].split(",")[0])
+def executor_of_server(cluster, server):
+    """Return the executor of a server: its first guardian, the third argument, is the JVM."""
+    command = job_processes(cluster)[server].split()
+    jvm = int(command[command.index("spark_elastic.task.fork_server") + 3].split(",")[0])
     return next(executor for executor, pid in cluster.executors().items() if pid == jvm)
+
+
+def server_of(entry):
+    """Return the fork server of a worker in the diary, whose parent is its keeper."""
+    return parent_of(entry["agent"])
 
 
 def parent_of(pid):
@@ -108,9 +117,9 @@ def parent_of(pid):
 def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster):
     settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
     prepare_workers(RunCall(where_it_runs, **settings))
-    wait_until(lambda: len(templates(cluster)) == 2, GONE_S, "both executors have a template")
-    prepared = templates(cluster)
-    assert {template for template, *_ in run(where_it_runs, **settings)} == prepared
+    wait_until(lambda: len(servers(cluster)) == 2, GONE_S, "both executors have a server")
+    prepared = servers(cluster)
+    assert {server for server, *_ in run(where_it_runs, **settings)} == prepared
 
 
 def test_fit_uses_what_the_fit_before_has_kept(jobs, cluster):
@@ -127,13 +136,13 @@ def test_fit_uses_what_the_fit_before_has_kept(jobs, cluster):
         run_options={"keep_workers": KEEP_S},
     )
     estimator.fit(df)
-    kept = templates(cluster)
+    kept = servers(cluster)
     assert len(kept) == 2
     estimator.fit(df)
-    assert templates(cluster) == kept
+    assert servers(cluster) == kept
 
 
 def test_nothing_is_kept_unless_asked_for(jobs, cluster):
     pids = [pid for *_, pid in run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0)]
-    assert not templates(cluster)
+    assert not servers(cluster)
     wait_for_end(pids)

@@ -10,16 +10,16 @@ from tests.integration.clusters import ROOT, local
 from tests.integration.processes import is_running
 from tests.integration.spark.test_kept_workers import wait_for_end, where_it_runs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")]
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="servers are for Linux")]
 
 LONG_S = 600
 
 
-def test_templates_end_with_the_session_in_local_mode():
+def test_servers_end_with_the_session_in_local_mode():
     with local(2) as cluster:
         first = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers=LONG_S)
         second = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers=LONG_S)
-        found = {template for template, *_ in first + second}
+        found = {server for server, *_ in first + second}
         assert len(found) == 1
         cluster.spark.stop()
         wait_for_end(found)
@@ -33,7 +33,7 @@ from tests.integration.clusters import {{kind}}
 from tests.integration.spark.test_kept_workers import where_it_runs
 with {{cluster}} as cluster:
     found = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers={LONG_S})
-    print(*[template for template, *_ in found], flush=True)
+    print(*[server for server, *_ in found], flush=True)
     time.sleep({LONG_S})
 """
 
@@ -42,7 +42,7 @@ with {{cluster}} as cluster:
     ("kind", "made"),
     [("local", "local(2)"), pytest.param("local_cluster", "local_cluster(2, 1)", marks=pytest.mark.soak)],
 )
-def test_templates_end_with_the_driver_program(kind, made):
+def test_servers_end_with_the_driver_program(kind, made):
     words = [sys.executable, "-c", PROGRAM.format(kind=kind, cluster=made)]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         found = list(map(int, process.stdout.readline().split()))

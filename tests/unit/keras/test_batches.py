@@ -1,8 +1,6 @@
-"""Which rows a member takes, and the tensors of them when the rows change while batches are read ahead."""
+"""Which rows a member takes, and the tensors of them."""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
@@ -39,30 +37,16 @@ def shares_of(*batches):
     return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)
 
 
-def test_batches_that_were_read_ahead_are_dropped_when_the_rows_change():
+def test_each_iterator_has_the_rows_that_were_set_last_and_ends():
     batches = TensorFlowBatches((np.arange(10), np.arange(10) * 2))
-    for first, read_ahead in [(0, 0.05), (3, 0.0), (5, 0.05), (6, 0.0)]:
-        batches.set_rows(shares_of([first, first + 1], [first + 2], [first + 3]), with_end=False)
-        iterator = iter(batches)
-        assert [x.numpy().tolist() for x, _ in (next(iterator), next(iterator))] == [[first, first + 1], [first + 2]]
-        time.sleep(read_ahead)  # either way is right; with it, the old batches are surely waiting
-    batches.set_rows(shares_of(), with_end=False)
-    batches.set_rows(shares_of([4]), with_end=False)
-    x, y = next(iter(batches))
-    assert (x.numpy().tolist(), y.numpy().tolist()) == ([4], [8])
-
-
-def test_an_iterator_with_an_end_has_the_same_batches_and_ends():
-    batches = TensorFlowBatches(np.arange(10))
-    batches.set_rows(shares_of([1, 2], [7]), with_end=True)
-    assert [each.numpy().tolist() for each in batches] == [[1, 2], [7]]
-    batches.set_rows(shares_of([5]), with_end=False)
-    assert next(iter(batches)).numpy().tolist() == [5]
-    batches.set_rows(shares_of(), with_end=True)
+    batches.set_rows(shares_of([1, 2], [7]))
+    assert [x.numpy().tolist() for x, _ in batches] == [[1, 2], [7]]
+    next(iter(batches))  # left before its end
+    batches.set_rows(shares_of([5]))
+    assert [(x.numpy().tolist(), y.numpy().tolist()) for x, y in batches] == [([5], [10])]
+    batches.set_rows(shares_of())
     assert list(batches) == []
 
 
 def test_the_end_of_an_iterator_waits_for_no_tuning():
-    batches = TensorFlowBatches(np.arange(10))
-    for dataset in (batches._endless_dataset(), batches._dataset_with_end()):
-        assert dataset.options().autotune.enabled is False
+    assert TensorFlowBatches(np.arange(10))._made().options().autotune.enabled is False

@@ -272,6 +272,34 @@ def test_people_are_notified_once_of_failing_and_once_of_recovered_writes(checkp
     assert said == [first, "checkpoints can be written again", first]
 
 
+def test_people_are_notified_once_of_checkpoints_that_cannot_be_removed(checkpoints, monkeypatch):
+    said = []
+
+    def refuses(path):
+        raise PermissionError("objects are locked")
+
+    monkeypatch.setattr(checkpoints, "store", ReadOnce(checkpoints.store, refuses))
+    writer = CheckpointWriter(checkpoints, 1, said.append)
+    for number in range(1, 5):
+        writer.submit(lambda number=number: contents(number))
+    writer.drain()
+    writer.close()
+    assert said == [
+        "older checkpoints could not be removed, and stay (PermissionError: objects are locked); training continues"
+    ]
+    assert [facts.step for facts in checkpoints.complete()] == [1, 2, 3, 4]
+
+
+class ReadOnce:
+    """A store with another `delete`."""
+
+    def __init__(self, store, delete):
+        self._store, self.delete = store, delete
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
 def test_hung_storage_holds_up_nobody_and_people_are_told(checkpoints, monkeypatch):
     clock, said, made, over = [0.0], [], [], threading.Event()
     write = checkpoints.write

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.task.worker_process import MemoryKills, describe_kills, memory_kills, memory_left
+from spark_elastic.task.memory_kills import MemoryKills, describe_kills, memory_kills
 
 
 def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
@@ -49,18 +49,3 @@ def test_kills_are_described_with_the_memory_limit(tmp_path: Path) -> None:
     )
     assert "2 processes on its machine" in describe_kills(MemoryKills(5, 4), MemoryKills(5, 6), root)
     assert describe_kills(MemoryKills(5, 4), MemoryKills(5, 4), root) == ""
-
-
-def test_memory_that_is_left_is_the_least_of_container_and_machine(tmp_path: Path) -> None:
-    machine = {"proc/meminfo": "MemAvailable: 1048576 kB\n"}
-    assert memory_left(system(tmp_path / "bare", "0::/\n", machine)) == 2**30
-    container = {
-        "sys/fs/cgroup/memory.events": "oom_kill 0\n",
-        "sys/fs/cgroup/memory.max": str(2**30),
-        "sys/fs/cgroup/memory.current": str(900 << 20),
-        "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {300 << 20}\n",
-    }
-    assert memory_left(system(tmp_path / "container", "0::/\n", {**machine, **container})) == 424 << 20
-    unlimited = {**container, "sys/fs/cgroup/memory.max": "max\n"}
-    assert memory_left(system(tmp_path / "unlimited", "0::/\n", {**machine, **unlimited})) == 2**30
-    assert memory_left(tmp_path) is None

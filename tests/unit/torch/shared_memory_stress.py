@@ -46,11 +46,8 @@ def member(rank: int, size: int, reductions: int, line: socket.socket) -> None:
     def check() -> None:
         assert time.monotonic() < until, f"rank {rank} waits for ever"
 
-    reducers = []
-    wait = SpinWait(check, lambda begins: None, lambda: [each.serve_peers() for each in reducers])
-    sliced_from = 0 if reductions % 2 else None
-    reducer = SharedMemoryReducer(HostPeers(own, rank, peers, size, True), ROUND, wait, size, sliced_from, None)
-    reducers.append(reducer)
+    wait = SpinWait(check, lambda begins: None)
+    reducer = SharedMemoryReducer(HostPeers(own, rank, peers), ROUND, wait)
     flying = []
     for step in range(reductions + 4):
         if step < reductions:
@@ -112,6 +109,4 @@ if __name__ == "__main__":
     size, reductions = (int(word) for word in (*sys.argv[1:3], *("2", "2000")[len(sys.argv) - 1 :]))
     fence = shared_memory.fence.__name__
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, {fence}", flush=True)
-    for count in (reductions, reductions + 1):
-        seconds = run(size, count)
-        print(f"{size} processes, {count} reductions{' by slices' if count % 2 else ''}: {seconds:.1f} s", flush=True)
+    print(f"{size} processes, {reductions} reductions: {run(size, reductions):.1f} s", flush=True)

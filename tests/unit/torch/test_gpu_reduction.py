@@ -241,7 +241,7 @@ class Round:
         self.stalled.set()
 
     def communicator(self, stub):
-        made = NcclGroup(torch.device("cuda", 0), self.check_alive, self.report_stall, lambda: None, 0.01, runtime=stub)
+        made = NcclGroup(torch.device("cuda", 0), self.check_alive, self.report_stall, 0.01, runtime=stub)
         made.connect(None, 0, 2)
         return made
 
@@ -319,7 +319,7 @@ def test_store_outlives_its_communicator_for_torchs_watchdog():
 
     store = Store()
     alive = weakref.ref(store)
-    communicator = NcclGroup(torch.device("cuda", 0), lambda: None, print, lambda: None, 0.01, runtime=Stub(Never()))
+    communicator = NcclGroup(torch.device("cuda", 0), lambda: None, print, 0.01, runtime=Stub(Never()))
     communicator.connect(store, 0, 2)
     del store
     gc.collect()
@@ -336,9 +336,7 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
             return stub
 
     entered = threading.Event()
-    communicator = NcclGroup(
-        torch.device("cuda", 0), here.check_alive, here.report_stall, lambda: None, 0.01, runtime=Slow(None)
-    )
+    communicator = NcclGroup(torch.device("cuda", 0), here.check_alive, here.report_stall, 0.01, runtime=Slow(None))
 
     def cut():
         entered.wait(10)

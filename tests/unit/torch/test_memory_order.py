@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from spark_elastic.collective import shared_memory, shared_memory_reducer
-from spark_elastic.collective.shared_memory import ARRIVED, CONSUMED, REDUCED, HostPeers, OwnSegment, Peer
+from spark_elastic.collective.shared_memory import ARRIVED, CONSUMED, HostPeers, OwnSegment, Peer
 from spark_elastic.collective.shared_memory_reducer import SharedMemoryReducer, SpinWait
 from tests.unit.torch.memory_order import RaceDetector, load, lock_calls, outcomes, store
 
@@ -108,58 +108,30 @@ class RecordedCounters:
 
 
 class RecordedReducer(SharedMemoryReducer):
-    """Reports its accesses to chunks: a chunk is one place for each owner of a slice."""
+    """Reports its accesses to chunks."""
 
-    def __init__(self, detector: RaceDetector, found: HostPeers, owners: int, sliced_from: int | None) -> None:
-        wait = SpinWait(lambda: None, lambda begins: None, lambda: None)
-        super().__init__(found, 1, wait, owners, sliced_from, None)
+    def __init__(self, detector: RaceDetector, found: HostPeers) -> None:
+        super().__init__(found, 1, SpinWait(lambda: None, lambda begins: None))
         self.detector = detector
-        self._slices_read: set[int] | None = None
-        self._announce, self._own.announce = self._own.announce, self._announced
-
-    def _announced(self, counter: int, value: int) -> None:
-        if counter == REDUCED:
-            chunk = self._pending[self._summed - 1 - self._consumed]
-            if self._peers and chunk.slices is not None:
-                offset = chunk.sent.data_ptr() - self._own.address
-                self.detector.written(self._rank, ("chunk", self._rank, offset, self._rank), "writes its sum")
-        self._announce(counter, value)
 
     def _view(self, segment, rank, offset, code, dtype):
         if rank < 0:
-            for part in range(self._owners):
-                self.detector.written(self._rank, ("chunk", self._rank, offset, part), "writes")
+            self.detector.written(self._rank, ("chunk", self._rank, offset), "writes")
         else:
-            read = {rank} if self._slices_read == {-1} else self._slices_read
-            for part in range(self._owners) if read is None else read:
-                self.detector.read(self._rank, ("chunk", rank, offset, part), "reads")
+            self.detector.read(self._rank, ("chunk", rank, offset), "reads")
         return super()._view(segment, rank, offset, code, dtype)
-
-    def _sum_slice(self, chunk):
-        self._slices_read = {self._rank}
-        super()._sum_slice(chunk)
-        self._slices_read = None
-
-    def _read_slices(self, chunk, due):
-        self._slices_read = {-1}
-        super()._read_slices(chunk, due)
-        self._slices_read = None
 
     def can_be_read(self, work) -> bool:
         """Return True if `wait` would not block; looks at the counters without a record."""
         due = self._base + work.end
-        counted = [REDUCED] if self._sliced_from is not None else [ARRIVED]
-        return all(peer.counters.plain[counter] >= due for peer in self._peers for counter in counted) and (
-            self._sliced_from is None or self._summed >= work.end
-        )
+        return all(peer.counters.plain[ARRIVED] >= due for peer in self._peers)
 
 
-def races(members: int, sliced: bool, seed: int, monkeypatch, without: str = "") -> list[str]:
+def races(members: int, seed: int, monkeypatch, without: str = "") -> list[str]:
     """Reduce in a random order of the members' turns; return the races.
 
     Args:
         members: the number of members, all in this process.
-        sliced: each member adds up one slice for all.
         seed: decides the order.
         monkeypatch: replaces the fence.
         without: the function whose fence is left out.
@@ -185,8 +157,7 @@ def races(members: int, sliced: bool, seed: int, monkeypatch, without: str = "")
         ]
         for peer in peers:
             peer.counters = RecordedCounters(peer.counters, detector, rank, peer.rank)
-        found = HostPeers(own, rank, peers, members, True)
-        reducers.append(RecordedReducer(detector, found, members, 0 if sliced else None))
+        reducers.append(RecordedReducer(detector, HostPeers(own, rank, peers)))
     for rank, own in enumerate(segments):
         own.counters = RecordedCounters(own.counters, detector, rank, rank)
     steps, launched, flying = 60, [0] * members, [[] for _ in range(members)]
@@ -212,16 +183,12 @@ def races(members: int, sliced: bool, seed: int, monkeypatch, without: str = "")
     return detector.races
 
 
-@pytest.mark.parametrize("sliced", [False, True], ids=["all add up", "by slices"])
 @pytest.mark.parametrize("members", [2, 3])
-def test_every_access_to_a_peers_memory_is_ordered_by_fences(members, sliced, monkeypatch):
+def test_every_access_to_a_peers_memory_is_ordered_by_fences(members, monkeypatch):
     for seed in range(5):
-        assert races(members, sliced, seed, monkeypatch) == []
+        assert races(members, seed, monkeypatch) == []
 
 
-@pytest.mark.parametrize(
-    ("without", "sliced"),
-    [("announce", False), ("announce", True), ("until", False), ("_all_counted", True), ("_reclaim", False)],
-)
-def test_detector_finds_each_fence_that_is_left_out(without, sliced, monkeypatch):
-    assert any(races(3, sliced, seed, monkeypatch, without) for seed in range(5))
+@pytest.mark.parametrize("without", ["announce", "until", "_reclaim"])
+def test_detector_finds_each_fence_that_is_left_out(without, monkeypatch):
+    assert any(races(3, seed, monkeypatch, without) for seed in range(5))

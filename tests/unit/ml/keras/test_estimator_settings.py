@@ -204,6 +204,27 @@ def test_unbuilt_model_is_copied_and_built_for_the_columns(make: Any, dataset: A
     assert not np.array_equal(first[0], other[0])
 
 
+@keras.saving.register_keras_serializable("test_estimator_settings")
+class OnlyCalled(keras.Model):
+    """A model whose `build` makes no weights."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:`build")
+def test_model_that_was_only_told_to_build_is_built_for_the_columns(dataset: Any, tmp_path: Path) -> None:
+    net = OnlyCalled()
+    net.build((None, 6))
+    assert net.built
+    fitted = estimator(model=net, store=tmp_path, epochs=1).from_dataset_path(dataset)
+    assert fitted.keras_model.count_params() == 21
+
+
 def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingsError, match=r"the model has 2 inputs \(a, b\), and feature_cols make 1"):
         training(dataset, tmp_path, model=two())

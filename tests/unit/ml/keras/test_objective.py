@@ -221,6 +221,16 @@ def of_sums(y_true, y_pred):
     return tuple(map(ops.sum, fraction(y_true, y_pred)))
 
 
+def two_means(y_true, y_pred):
+    return mean(y_true, y_pred), ops.mean(ops.cast(y_true > -9, y_pred.dtype))
+
+
+def all_but_one(y_true, y_pred):
+    """A mean over the rows with labels below 9, as a number."""
+    kept = ops.cast(y_true < 9, y_pred.dtype)
+    return ops.sum(kept * ops.square(y_true - y_pred)) / ops.sum(kept)
+
+
 def scalar_fraction(y_true, y_pred):
     one, other = of_sums(y_true, y_pred)
     return one / other
@@ -261,6 +271,8 @@ def numbers(tmp_path_factory):
     rows = {"features_0": generator.normal(size=(23, 4)), "label_0": generator.normal(size=23)}
     folder = tmp_path_factory.mktemp("numbers")
     pack(rows, folder / "plain")
+    rare = {"features_0": generator.normal(size=(90, 4)), "label_0": np.where(np.arange(90) == 71, 9.0, 1.0)}
+    pack(rare, folder / "rare")
     pack({**rows, "sample_weight": generator.uniform(size=23)}, folder / "weighted")
     squares = np.array([1, 3, 2, 1, 3] + [1, 3] * 5 + [2])  # 2 on average, in the first 5 rows and in the other 11 too
     pack({"features_0": np.zeros((16, 4)), "label_0": np.sqrt(squares)}, folder / "even")
@@ -296,7 +308,7 @@ def test_mean_by_row_or_fraction_passes_the_trial_step(loss, layer, rows, number
             total,
             None,
             "plain",
-            "the loss total is not a mean over rows: it is .* for the first 16 rows, and .* 2 parts",
+            "the loss total is not a mean over rows: it is .* for the first 23 rows, and .* 23 parts",
         ),
         (root, None, "plain", "the loss root is not a mean over rows"),
         (root, None, "even", "the loss root is not a mean over rows: .* divided into 16 parts"),
@@ -306,6 +318,7 @@ def test_mean_by_row_or_fraction_passes_the_trial_step(loss, layer, rows, number
             "plain",
             r"Return a value for each row .*\(numerator, denominator\).*loss_is_per_worker",
         ),
+        (all_but_one, None, "rare", "the loss all_but_one is not a mean over rows: .* for the first 90 rows"),
         (Pairs(), None, "plain", r"label_0 is \['rows'\] and the output \['rows', 1\]: .* compared in all pairs"),
         (losses.Dice(), None, "plain", "the loss dice is not a mean"),
         ("mse", "sum", "plain", "the loss added by adds.* is not a mean"),
@@ -318,6 +331,13 @@ def test_loss_that_is_no_mean_over_rows_is_refused_unless_declared(loss, layer, 
     with pytest.raises(InvalidSettingsError, match=said):
         try_loss(numbers, tmp_path, loss, layer, rows=rows)
     try_loss(numbers, tmp_path, loss, layer, rows=rows, loss_is_per_worker=True)
+
+
+@pytest.mark.parametrize("per_worker", [False, True])
+def test_mean_beside_the_loss_is_not_taken_for_a_denominator(per_worker, numbers, tmp_path):
+    said = r"two_means returned two values, .* it is 1 for the first 16 rows together, and 16 in all .*\(numerator, den"
+    with pytest.raises(InvalidSettingsError, match=said):
+        try_loss(numbers, tmp_path, two_means, None, rows="even", loss_is_per_worker=per_worker)
 
 
 def test_fraction_of_parts_is_that_of_the_whole_batch(numbers, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import CheckpointError
+from spark_elastic.keras import archives
+from spark_elastic.keras.functions import load_model
 from spark_elastic.ml import trust
 from spark_elastic.ml.keras import pickling, safe_objects, serialization
 
@@ -54,7 +57,7 @@ def with_weights(archive: bytes, change: Callable[[Any], None]) -> bytes:
 
 
 def with_config(archive: bytes, change: Callable[[Any], None]) -> bytes:
-    config = serialization.archive_config(archive)
+    config = archives.archive_config(archive)
     change(config)
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(made, "w") as target:
@@ -111,6 +114,39 @@ def test_pickled_model_and_codec_refuse_weights_in_other_files(tmp_path: Path, m
         pickle.loads(pickling.dumps(small_model()))
 
 
+@pytest.mark.parametrize("name", ["external_storage", "external_link", "soft_link", "virtual"])
+@pytest.mark.parametrize("suffix", ["keras", "h5"])
+def test_load_model_refuses_weights_in_other_files(name: str, suffix: str, tmp_path: Path) -> None:
+    path, change = tmp_path / f"model.{suffix}", changes(tmp_path)[name]
+    small_model().save(path)
+    assert load_model(path).count_params() == 3
+    if suffix == "keras":
+        path.write_bytes(with_weights(path.read_bytes(), change))
+    else:
+        with h5py.File(path, "r+") as file:
+            file.create_group("layers/dense/vars")["0"] = np.ones((2, 1), "float32")
+            change(file)
+    with pytest.raises(CheckpointError, match=r": refused"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_archive_is_reported_by_name(seed: int, tmp_path: Path) -> None:
+    path, dice = tmp_path / "model.keras", np.random.default_rng(seed)
+    small_model().save(path)
+    whole = path.read_bytes()
+    for number in range(25):
+        damaged = bytearray(whole)
+        at = int(dice.integers(len(whole)))
+        if number % 5 == 0:
+            del damaged[at:]
+        else:
+            damaged[at] ^= 1 << int(dice.integers(8))
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):  # what is damaged may have no meaning: the time of an entry, say
+            assert load_model(path).count_params() == 3
+
+
 def test_hard_links_in_a_circle_end() -> None:
     def circle(file: Any) -> None:
         file["layers/again"] = file["layers"]
@@ -155,6 +191,6 @@ def test_layer_of_the_users_own_may_have_a_vocabulary_by_name() -> None:
             return inputs
 
     archive = serialization.model_to_archive(keras.Sequential([keras.Input((2,)), Embedded("english")]))
-    names = serialization.custom_names(None, serialization.archive_config(archive))
+    names = serialization.custom_names(None, archives.archive_config(archive))
     loaded = serialization.model_from_archive(archive, dict.fromkeys(names, Embedded))
     assert loaded.layers[0].vocabulary == "english"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from spark_elastic.data.dataset import Dataset, pack
@@ -65,7 +66,7 @@ def locked_loss() -> Any:
 
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         with lock:
-            return nn.functional.cross_entropy(output, label)
+            return cross_entropy(output, label)
 
     return loss
 
@@ -120,7 +121,7 @@ class Segments(nn.Module):
 def second_output(model: Any, batch: Any) -> Any:
     """A loss of a model with another output in training, which is not there in a validation."""
     assert model.training, "no second output"
-    return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
+    return cross_entropy(model(batch.inputs[0]), batch.labels[0])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_dataset_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -
     ("loss", "last", "rule"),
     [
         (nn.CrossEntropyLoss(), 3, "argmax"),
-        (nn.functional.cross_entropy, 3, "argmax"),
+        (cross_entropy, 3, "argmax"),
         (lambda output, label: nn.functional.mse_loss(output[:, 0], label.float()), 3, None),
         (lambda output, label: nn.functional.mse_loss(output[:, 0], label.float()), 1, "value"),
     ],
@@ -313,7 +314,7 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
 
 
 def of_second(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch.inputs[0])[1], batch.labels[0])
+    return cross_entropy(model(batch.inputs[0])[1], batch.labels[0])
 
 
 def by_class(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -348,167 +349,6 @@ def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, capl
     assert model.history["share"] == pytest.approx(model.history["right"])
 
 
-# --- a user's own losses and metrics --------------------------------------------------------------
-
-ONE = {"model": nn.Linear(6, 1), "optimizer": torch.optim.SGD}
-SCORES = {"model": nn.Linear(6, 3), "optimizer": torch.optim.SGD}
-
-
-class Picture(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).reshape(-1, 1, 2, 2)
-
-
-PICTURE = {"model": Picture(6, 4), "optimizer": torch.optim.SGD, "transformation_fn": lambda columns: pictures(columns)}
-
-
-def pictures(columns: dict[str, Any]) -> dict[str, Any]:
-    return {**columns, "label_0": columns["features_0"][:, :4].reshape(-1, 2, 2)}
-
-
-def pixels(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output.sigmoid() - label).abs().flatten(1).mean(1)
-
-
-def difference(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output.squeeze(1) - label).square().mean()
-
-
-def distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output - label).abs().mean().sqrt()
-
-
-def called(loss: Any) -> Any:
-    return lambda model, batch: loss(model(*batch.inputs), batch.labels[0])
-
-
-def unlabelled(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, label)
-
-
-def contrastive(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    squares = output.square().sum(1)
-    apart = output.square().sum(1, keepdim=True) + squares - 2 * output @ output.T
-    return (apart * (label[:, None] == label[None, :])).mean()
-
-
-def of_token(output: torch.Tensor, label: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    found = nn.functional.cross_entropy(output, label, reduction="none")
-    return found if reduction == "none" else found.sum() / (label != -100).sum()
-
-
-class Normalised(nn.Module):
-    """Dropout and batch statistics, in the model itself and in layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop, self.head = nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.drop(self.norm(x)))
-
-
-@pytest.fixture(scope="module")
-def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """A dataset whose 71st row has a label of -100, and every row a weight of 1."""
-    rows = {"features_0": torch.randn(96, 6).numpy(), "label_0": (torch.arange(96) % 3).numpy()}
-    rows["label_0"][70] = -100
-    return pack(rows, tmp_path_factory.mktemp("ignoring"), shards=2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        (
-            {**ONE, "loss": difference, "metrics": {"far": distance}},
-            DataError,
-            r"metric far .*label_0 \[4\], output 0",
-        ),
-        ({**ONE, "loss": difference, "metrics": {"far": (0, all_pairs)}}, DataError, "metric far compares each output"),
-        ({**ONE, "loss": None, "train_fn": called(all_pairs)}, DataError, r"train_fn compares .* label_0 \[4\]"),
-        ({**PICTURE, "loss": pixels}, DataError, r"pixels compares .* shapes \[4, 1, 2, 2\] and \[4, 2, 2\]"),
-        ({**SCORES, "loss": contrastive}, InvalidSettingsError, "contrastive is not a mean .*loss_is_per_worker=True"),
-        ({**SCORES, "loss": None, "train_fn": called(contrastive)}, InvalidSettingsError, "train_fn is not a mean"),
-    ],
-)
-def test_own_function_that_compares_other_rows_is_refused(
-    changes: dict[str, Any], error: Any, said: str, dataset: Dataset
-) -> None:
-    with pytest.raises(error, match=f"(?s){said}"):
-        estimator(**changes).from_dataset_path(dataset)
-
-
-@pytest.mark.parametrize("loss", [unlabelled, of_token], ids=["cross entropy", "own mean"])
-def test_scalar_over_labels_that_count_is_refused_by_its_numbers(loss: Any, ignoring: Dataset) -> None:
-    said = r"not a mean over rows: for the first 96 rows together it is [\d.]+, and .* 96 parts .* \(numerator, denom"
-    with pytest.raises(InvalidSettingsError, match=said):
-        estimator(**SCORES, loss=loss).from_dataset_path(ignoring)
-    estimator(**SCORES, loss=loss, loss_is_per_worker=True, epochs=1).from_dataset_path(ignoring)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {**SCORES, "loss": None, "train_fn": called(unlabelled), "model": Normalised()},
-        {**ONE, "loss": difference, "metrics": {"far": difference}},
-        {**ONE, "loss": lambda output, label: nn.functional.mse_loss(output.squeeze(1), label.float())},
-        {**SCORES, "loss": lambda output, label: nn.CrossEntropyLoss(label_smoothing=0.1)(output.squeeze(), label)},
-        {**SCORES, "loss": unlabelled, "metrics": {"within": contrastive}},
-        {**SCORES, "loss": lambda output, label: unlabelled(output + 0.1 * torch.randn(output.shape), label)},
-        {**SCORES, "loss": contrastive, "loss_is_per_worker": True},
-    ],
-)
-def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset: Dataset) -> None:
-    assert len(estimator(**changes, epochs=1).from_dataset_path(dataset).history) == 1
-
-
-# --- pairs of values ---------------------------------------------------------------------------------
-
-
-def with_accuracy(output: torch.Tensor, label: torch.Tensor) -> Any:
-    return unlabelled(output, label), (output.argmax(1) == label).float().mean()
-
-
-def with_distance(output: torch.Tensor, label: torch.Tensor) -> Any:
-    return unlabelled(output, label), output.abs().mean()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"loss": with_accuracy}, InvalidSettingsError, "with_accuracy returned two values, .* Return the loss alone"),
-        ({"loss": with_distance}, DataError, "a denominator, depends on the model's parameters"),
-        ({"train_fn": called(with_accuracy)}, InvalidSettingsError, "train_fn returned two values, .*no denominator"),
-    ],
-)
-@pytest.mark.parametrize("per_worker", [False, True])
-def test_number_beside_the_loss_is_not_taken_for_a_denominator(
-    changes: dict[str, Any], error: Any, said: str, per_worker: bool, dataset: Dataset
-) -> None:
-    with pytest.raises(error, match=f"(?s){said}"):
-        estimator(**{**SCORES, "loss": None, **changes}, loss_is_per_worker=per_worker).from_dataset_path(dataset)
-
-
-@pytest.mark.parametrize(
-    "train_fn",
-    [
-        lambda model, batch: (model(*batch.inputs).squeeze() - batch.labels[0]).square().mean(),
-        lambda model, batch: (((out := model(*batch.inputs).squeeze()) - batch.labels[0]).square().mean(), out),
-        lambda model, batch: (((out := model(*batch.inputs).squeeze(1)) - batch.labels[0]).square(), out),
-        lambda model, batch: (((out := model(*batch.inputs).squeeze()) - batch.labels[0]).square().mean(), out.mean()),
-    ],
-    ids=["alone", "outputs", "by row, outputs", "a mean"],
-)
-def test_values_beside_the_loss_change_nothing_in_batches_of_one_row(train_fn: Any, dataset: Dataset) -> None:
-    net = nn.Linear(6, 1)
-    net.load_state_dict({"weight": torch.full((1, 6), 0.1), "bias": torch.zeros(1)})
-    changes = {"model": net, "optimizer": torch.optim.SGD, "loss": None, "batch_size": 5, "epochs": 1}
-    found = estimator(**changes, train_fn=train_fn).from_dataset_path(dataset)
-    right = estimator(**changes, train_fn=called(difference)).from_dataset_path(dataset)
-    assert weights_of(found) == pytest.approx(weights_of(right), rel=1e-6)
-    assert found.history[0]["val_loss"] == pytest.approx(right.history[0]["val_loss"], rel=1e-6)
-
-
 class WithHelper(nn.Module):
     """A model with a second output, in training alone."""
 
@@ -523,10 +363,10 @@ class WithHelper(nn.Module):
 def test_function_that_fails_in_validation_is_refused_before_workers_start(dataset: Dataset) -> None:
     def train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         first, second = model(*batch.inputs)
-        return unlabelled(first, batch.labels[0]) + 0.4 * unlabelled(second, batch.labels[0])
+        return cross_entropy(first, batch.labels[0]) + 0.4 * cross_entropy(second, batch.labels[0])
 
     with pytest.raises(DataError, match="the model and its loss in validation cannot deal with"):
-        estimator(**{**SCORES, "model": WithHelper(), "loss": None}, train_fn=train_fn).from_dataset_path(dataset)
+        estimator(**OTHER, model=WithHelper(), loss=None, train_fn=train_fn).from_dataset_path(dataset)
 
 
 # --- modules whose shapes follow from the first rows ------------------------------------------------
@@ -547,7 +387,7 @@ class LazyInside(nn.Module):
 
 
 def by_train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
+    return cross_entropy(model(batch.inputs[0]), batch.labels[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": None, "train_fn": by_train_fn}, {"optimizer": torch.optim.SGD}])

@@ -1,4 +1,4 @@
-"""The template of an executor's workers, with the test in the role of their agents and of the executor."""
+"""The fork server of an executor, with the test in the role of its agents and of the executor."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from spark_elastic.task.fork_server import ForkServer
 from spark_elastic.task.worker_process import WorkerProcess
-from spark_elastic.task.worker_template import TemplateAddress, TemplateUnavailableError, settings_of
 from spark_elastic.wire.messages import LaunchSpec
 from tests.integration.processes import is_running, wait_until
 from tests.unit.task.test_worker_process import Watcher
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are for Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")
 
 WAIT_S = 30.0
 NO_AGENT = 76
@@ -28,7 +27,7 @@ NO_AGENT = 76
 
 @pytest.fixture
 def executor():
-    """A process in the role of an executor's JVM: its templates end with it."""
+    """A process in the role of an executor's JVM: its fork servers end with it."""
     process = sleeping()
     yield process
     process.kill()
@@ -40,28 +39,33 @@ def sleeping():
 
 
 class Agent:
-    """Starts workers through the template of an executor."""
+    """Starts workers through the fork server of an executor."""
 
     def __init__(self, executor, keep_s=20.0, env=None, modules=("json",), daemon=None):
-        guardians = [executor.pid] if daemon is None else [executor.pid, daemon.pid]
-        self._address = TemplateAddress.of(guardians, keep_s)
+        self._guardians = [executor.pid] if daemon is None else [executor.pid, daemon.pid]
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
-        self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules)
+        self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules, keep_workers_s=keep_s)
 
     def start(self):
         watcher = Watcher()
-        return WorkerProcess(self._order, self._env, watcher, self._address), watcher
+        return WorkerProcess(self._order, self._env, watcher, self._guardians), watcher
 
     async def started(self):
-        """Return a worker that has been forked or started, its parent, and the watcher of its end."""
+        """Return a worker that has been forked, its server, and the watcher of its end; None: it was started."""
         worker, watcher = self.start()
         while worker._process.pid is None:
             await asyncio.sleep(0.01)
-        return worker, parent_of(worker._process.pid), watcher
+        return worker, server_of(worker._process.pid), watcher
 
 
 def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def server_of(worker):
+    """Return the parent of the worker's keeper; None if this process has started the worker."""
+    keeper = parent_of(worker)
+    return None if keeper == os.getpid() else parent_of(keeper)
 
 
 def live(coroutine):
@@ -76,7 +80,7 @@ def wait_for_end(pid):
     wait_until(lambda: not is_running(pid), WAIT_S, f"process {pid} is gone")
 
 
-def test_workers_of_one_job_and_of_the_next_have_the_same_template(executor):
+def test_workers_of_one_job_and_of_the_next_have_the_same_server(executor):
     async def jobs():
         found = []
         for _ in range(2):
@@ -91,41 +95,41 @@ def test_workers_of_one_job_and_of_the_next_have_the_same_template(executor):
 
     parents = live(jobs())
     assert len(set(parents)) == 1
-    assert parents[0] != os.getpid()
+    assert parents[0] is not None
     executor.kill()
     wait_for_end(parents[0])
 
 
-def test_template_ends_when_nobody_has_needed_it_for_the_given_time(executor):
+def test_server_ends_when_nobody_has_needed_it_for_the_given_time(executor):
     async def job():
-        worker, template, watcher = await Agent(executor, keep_s=0.5).started()
+        worker, server, watcher = await Agent(executor, keep_s=0.5).started()
         await asyncio.sleep(3)
-        assert is_running(template), "it has a worker"
+        assert is_running(server), "it has a worker"
         worker.release()
         await ended(watcher)
-        return template
+        return server
 
     wait_for_end(live(job()))
 
 
-def test_killed_worker_is_reported_with_its_signal_and_leaves_the_template(executor):
+def test_killed_worker_is_reported_with_its_signal_and_leaves_the_server(executor):
     async def job():
-        worker, template, watcher = await Agent(executor).started()
+        worker, server, watcher = await Agent(executor).started()
         worker.kill()
         assert await ended(watcher) == -signal.SIGKILL
         worker, again, watcher = await Agent(executor).started()
         os.kill(worker._process.pid, signal.SIGTERM)
         assert await ended(watcher) == -signal.SIGTERM
-        return template, again
+        return server, again
 
-    template, again = live(job())
-    assert template == again
+    server, again = live(job())
+    assert server == again
 
 
-def test_worker_dies_with_its_template(executor):
+def test_worker_dies_with_its_server(executor):
     async def job():
-        worker, template, watcher = await Agent(executor).started()
-        os.kill(template, signal.SIGKILL)
+        worker, server, watcher = await Agent(executor).started()
+        os.kill(server, signal.SIGKILL)
         assert await ended(watcher) == -signal.SIGKILL
         return worker._process.pid
 
@@ -134,12 +138,12 @@ def test_worker_dies_with_its_template(executor):
 
 AGENT = """
 import asyncio, json, os, sys
-from tests.unit.task.test_worker_template import Agent
+from tests.unit.task.test_fork_server import Agent
 class Executor: pid = int(sys.argv[1])
 async def main():
-    worker, template, _ = await Agent(Executor).started()
+    worker, server, _ = await Agent(Executor).started()
     os.kill(worker._process.pid, 19)  # stopped: it cannot notice anything itself
-    print(worker._process.pid, template, flush=True)
+    print(worker._process.pid, server, flush=True)
     await asyncio.sleep(300)
 asyncio.run(main())
 """
@@ -147,45 +151,36 @@ asyncio.run(main())
 
 def agent_with_stopped_worker(executor):
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(executor.pid)], stdout=subprocess.PIPE, text=True)
-    worker, template = map(int, agent.stdout.readline().split())
-    return agent, worker, template
+    worker, server = map(int, agent.stdout.readline().split())
+    return agent, worker, server
 
 
-def test_worker_dies_with_its_agent_and_the_template_stays(executor):
-    agent, worker, template = agent_with_stopped_worker(executor)
+def test_worker_dies_with_its_agent_and_the_server_stays(executor):
+    agent, worker, server = agent_with_stopped_worker(executor)
     agent.kill()
     wait_for_end(worker)
-    assert is_running(template)
+    assert is_running(server)
     agent.wait()
     agent.stdout.close()
 
 
-def test_template_and_workers_die_with_the_executor(executor):
-    agent, worker, template = agent_with_stopped_worker(executor)
+def test_server_and_workers_die_with_the_executor(executor):
+    agent, worker, server = agent_with_stopped_worker(executor)
     executor.kill()
     wait_for_end(worker)
-    wait_for_end(template)
+    wait_for_end(server)
     agent.kill()
     agent.wait()
     agent.stdout.close()
 
 
-def listening() -> set[str]:
-    """Return the names of the sockets that accept connections; "@" begins those outside of the file system."""
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return {row[-1] for row in rows if row[3] == "00010000"}
-
-
-def test_worker_outlives_sparks_daemon_and_the_template_ends_with_it(executor):
+def test_worker_outlives_sparks_daemon_and_the_server_ends_with_it(executor):
     daemon, next_daemon = sleeping(), sleeping()
-    name = TemplateAddress((executor.pid,), 1.0).name().decode().replace("\0", "@")
 
     async def job():
         worker, old, watcher = await Agent(executor, daemon=daemon).started()
-        assert name in listening()
         daemon.kill()
         daemon.wait()
-        await asyncio.to_thread(wait_until, lambda: name not in listening(), 20.0, "the template gives its name up")
         other, new, watcher_of_other = await Agent(executor, daemon=next_daemon).started()
         for each, its_watcher in ((worker, watcher), (other, watcher_of_other)):
             each.release()
@@ -202,7 +197,7 @@ def test_worker_outlives_sparks_daemon_and_the_template_ends_with_it(executor):
             each.wait()
 
 
-def test_job_with_another_environment_gets_another_template_and_the_old_one_ends(executor):
+def test_job_with_another_environment_gets_another_server_and_the_old_one_ends(executor):
     async def jobs():
         first, old, watcher_of_first = await Agent(executor).started()
         worker, new, watcher = await Agent(executor, env={"OMP_NUM_THREADS": "7"}).started()
@@ -220,28 +215,31 @@ def test_job_with_another_environment_gets_another_template_and_the_old_one_ends
     assert is_running(new)
 
 
-def test_variables_that_are_read_late_do_not_need_another_template():
-    base = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
-    assert settings_of(base) == settings_of({**base, "CUDA_VISIBLE_DEVICES": "1", "SPARK_ELASTIC_DEVICE": "cpu"})
-    assert settings_of(base) != settings_of({**base, "OMP_NUM_THREADS": "1"})
+def name_for(**env):
+    return ForkServer((os.getpid(),), 20.0, {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", **env}, ()).name()
 
 
-def test_framework_with_threads_has_no_template():
-    assert TemplateAddress.of([1], 60.0, ["torch", "spark_elastic.torch"]) is not None
-    assert TemplateAddress.of([1], 60.0, ["torch", "tensorflow", "keras"]) is None
-    assert TemplateAddress.of([1], 0.0, ["torch"]) is None
+def test_variables_that_are_read_late_do_not_need_another_server():
+    assert name_for() == name_for(CUDA_VISIBLE_DEVICES="1", SPARK_ELASTIC_DEVICE="cpu")
+    assert name_for() != name_for(OMP_NUM_THREADS="1")
 
 
-def test_packages_that_are_installed_need_another_template(tmp_path):
+def test_framework_with_threads_has_no_server():
+    assert ForkServer([1], 60.0, {}, ["torch", "spark_elastic.torch"]).is_possible()
+    assert not ForkServer([1], 60.0, {}, ["torch", "tensorflow", "keras"]).is_possible()
+    assert not ForkServer([1], 0.0, {}, ["torch"]).is_possible()
+
+
+def test_packages_that_are_installed_need_another_server(tmp_path):
     packages, results = tmp_path / "site-packages", tmp_path / "results"
     packages.mkdir()
     results.mkdir()
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (packages, results)))}
-    before = settings_of(env)
+    path = os.pathsep.join(map(str, (packages, results)))
+    before = name_for(PYTHONPATH=path)
     os.utime(results, (1, 1))
-    assert settings_of(env) == before
+    assert name_for(PYTHONPATH=path) == before
     os.utime(packages, (1, 1))
-    assert settings_of(env) != before
+    assert name_for(PYTHONPATH=path) != before
 
 
 def test_module_that_starts_a_thread_is_not_forked(executor, tmp_path):
@@ -256,11 +254,11 @@ def test_module_that_starts_a_thread_is_not_forked(executor, tmp_path):
         await ended(watcher)
         return parent
 
-    assert live(job()) == os.getpid()
+    assert live(job()) is None
 
 
-def test_worker_is_started_without_a_template_that_does_not_come_up(executor, tmp_path):
-    (tmp_path / "fatal.py").write_text("import os, sys\nif 'template' in sys.argv: os._exit(3)")
+def test_worker_is_started_without_a_server_that_does_not_come_up(executor, tmp_path):
+    (tmp_path / "fatal.py").write_text("import os, sys\nif sys.argv[0].endswith('fork_server.py'): os._exit(3)")
     path = os.pathsep.join([str(tmp_path), *sys.path])
 
     async def job():
@@ -269,18 +267,18 @@ def test_worker_is_started_without_a_template_that_does_not_come_up(executor, tm
         assert await ended(watcher) == NO_AGENT
         return parent
 
-    assert live(job()) == os.getpid()
+    assert live(job()) is None
 
 
-def test_template_holds_no_pipe_of_a_worker(executor):
+def test_server_holds_no_pipe_of_a_worker(executor):
     """What goes through those pipes is the job's key, among others."""
 
     async def job():
-        worker, template, watcher = await Agent(executor).started()
+        worker, server, watcher = await Agent(executor).started()
         open_there = []
-        for name in os.listdir(f"/proc/{template}/fd"):
+        for name in os.listdir(f"/proc/{server}/fd"):
             with contextlib.suppress(OSError):
-                open_there.append(os.readlink(f"/proc/{template}/fd/{name}"))
+                open_there.append(os.readlink(f"/proc/{server}/fd/{name}"))
         worker.release()
         await ended(watcher)
         return open_there
@@ -289,14 +287,14 @@ def test_template_holds_no_pipe_of_a_worker(executor):
 
 
 def shown_by_workers(executor, folder, shown, count=1, before=""):
-    """Return the words that workers of one template print, each when it is about to wait for its function."""
+    """Return the words that workers of one server print, each when it is about to wait for its function."""
     (folder / "showing.py").write_text(f"""
 import os, random, signal, sys
 import numpy
 {before}
 def show():
     print("shown", {shown}, flush=True)
-main = sys.modules["__main__"]
+from spark_elastic.task import main
 load, main._take_stdin = main._take_stdin, lambda: (lambda control: (show(), control)[1])(load())
 """)
     env = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONUNBUFFERED": ""}
@@ -322,19 +320,18 @@ def test_forked_workers_draw_other_random_numbers(executor, tmp_path):
 
 
 def test_forked_worker_takes_signals_as_one_that_its_agent_starts(executor, tmp_path):
-    """The shell that starts a program in the background has it ignore the signals of a terminal."""
     shown = "signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGQUIT).name"
     assert shown_by_workers(executor, tmp_path, shown) == [["shown", "True", "SIG_DFL"]]
 
 
-def test_worker_does_not_show_what_the_template_has_imported(executor, tmp_path):
+def test_worker_does_not_show_what_the_server_has_imported(executor, tmp_path):
     assert shown_by_workers(executor, tmp_path, "1", count=2, before="print('imported')") == [["shown", "1"]] * 2
 
 
-def test_template_holds_no_late_variable_of_the_job_that_has_started_it(executor):
+def test_server_holds_no_late_variable_of_the_job_that_has_started_it(executor):
     async def job():
-        worker, template, watcher = await Agent(executor, env={"MLFLOW_TRACKING_TOKEN": "of this job"}).started()
-        environment = Path(f"/proc/{template}/environ").read_bytes()
+        worker, server, watcher = await Agent(executor, env={"MLFLOW_TRACKING_TOKEN": "of this job"}).started()
+        environment = Path(f"/proc/{server}/environ").read_bytes()
         worker.release()
         await ended(watcher)
         return environment
@@ -350,19 +347,3 @@ def test_worker_that_is_killed_twice_before_it_is_forked_ends_once(executor):
         return await ended(watcher)
 
     assert live(job()) == -signal.SIGKILL
-
-
-def test_template_that_ends_while_it_is_asked_is_unavailable():
-    class Ending(TemplateAddress):
-        def connect(self, env, modules):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            theirs.close()
-            return ours
-
-    with pytest.raises(TemplateUnavailableError):
-        Ending((os.getpid(),), 1.0).prepare(dict(os.environ), ["json"])
-
-
-def test_containers_with_a_common_network_have_templates_of_other_names():
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    assert TemplateAddress((os.getpid(),), 1.0).name().endswith(f"-{namespace}".encode())

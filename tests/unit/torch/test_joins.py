@@ -1,0 +1,220 @@
+"""All members hold the same state once a newcomer has joined, whatever happens while it is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.elastic import handlers as elastic_handlers
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
+
+WIDTH = 32
+JOIN_AT = 4
+STEPS = 8
+
+
+def train_across_a_join(changed: int = 0, fault: str = ""):
+    """Train, and wait at one step until a newcomer has come.
+
+    Args:
+        changed: the worker that changes a parameter of its own before the join, unseen by torch.
+        fault: a bug that is planted in this worker.
+    """
+    me = link().worker
+    plant(fault)
+    hvd.init()
+    torch.manual_seed(me)
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=0, seen=[])
+    applied: list[int] = []
+
+    @hvd.elastic.run
+    def loop(state):
+        joined = hvd.size() == 3
+        tell("in loop", (me, hvd.size()))
+        while state.step < STEPS:
+            if state.step == JOIN_AT and not joined:
+                if me == changed:
+                    model[0].weight.data.add_(1.0)
+                while True:
+                    state.check_host_updates()
+                    time.sleep(0.001)
+            generator = torch.Generator().manual_seed(100 * state.step + hvd.rank())
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            applied.append(state.step)
+            state.seen.append(state.step)
+            state.step += 1
+            state.check_host_updates()
+        end = sums(model.parameters()), state.seen == list(range(STEPS)), optimizer.param_groups[0]["lr"]
+        version = str(state.version)
+        state.restore()  # to the commit that was made when the newcomer joined
+        return (*end, version), (sums(model.state_dict().values()), state.step)
+
+    def sums(tensors):
+        out = hashlib.sha256()
+        for tensor in [*tensors, *(value for kept in optimizer.state.values() for value in kept.values())]:
+            out.update(tensor.detach().numpy().tobytes())
+        return out.hexdigest()
+
+    end, commit = loop(state)
+    return {"applied": applied, "end": end, "commit": commit}
+
+
+def plant(fault: str) -> None:
+    """Let this worker die while it receives a state, or plant a bug."""
+    if fault == "dies":
+        elastic_handlers.broadcast_tensors = lambda *given: die()
+    if fault == "tensors are not compared":
+        differing = elastic_handlers._differing
+        elastic_handlers._differing = lambda *given: [False] * len(differing(*given))
+
+
+def join(changed: int = 0, fault: str = ""):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(train_across_a_join, changed, fault, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(train_across_a_join, changed, fault)
+        return driver.results(3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return join()
+
+
+def test_newcomer_and_survivors_hold_and_commit_the_same_state(undisturbed):
+    assert len({result["end"] for result in undisturbed}) == 1
+    assert len({result["commit"] for result in undisturbed}) == 1
+    assert undisturbed[0]["commit"][1] == JOIN_AT
+    assert undisturbed[0]["end"][1]
+
+
+def test_survivor_that_has_changed_a_tensor_alone_receives_it(undisturbed):
+    compare(join(changed=2), undisturbed)
+
+
+def test_planted_bug_is_detected(undisturbed):
+    # memory that nothing was written to may hold a number of steps that Adam refuses
+    with pytest.raises(AssertionError, match=r"states differ|a worker raised"):
+        compare(join(fault="tensors are not compared"), undisturbed)
+
+
+def compare(results, undisturbed):
+    assert [result["end"] for result in results] == [result["end"] for result in undisturbed], "states differ"
+
+
+def steps_across_a_join(first_used_in: int):
+    """Train an embedding of sparse gradients and two layers across a join; return what was sent before `step`.
+
+    Args:
+        first_used_in: the step from which on, on rank 0, the second layer is used.
+    """
+    me = link().worker
+    hvd.init()
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(8, WIDTH, sparse=True)
+    layer, late = torch.nn.Linear(WIDTH, 2), torch.nn.Linear(WIDTH, 2)
+    model = torch.nn.ModuleList([table, layer, late])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    sent: list[tuple[int, int, bool]] = []
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop")
+        while state.step < STEPS:
+            while state.step == JOIN_AT and hvd.size() == 2:
+                state.check_host_updates()
+                time.sleep(0.001)
+            optimizer.zero_grad()
+            rows = table(torch.tensor([hvd.rank(), state.step]))
+            loss = layer(rows).square().sum()
+            if hvd.rank() == 0 and state.step >= first_used_in:
+                loss = loss + late(rows).sum()
+            loss.backward()
+            sent.append((hvd.size(), state.step, optimizer._reducer.launched > 0))
+            optimizer.step()
+            sent[-1] += (table.weight.grad.is_sparse,)
+            state.step += 1
+            state.check_host_updates()
+
+    loop(state)
+    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return {"sent": sent, "rank": hvd.rank(), "weights": hashlib.sha256(weights).hexdigest(), "me": me}
+
+
+@pytest.mark.parametrize("first_used_in", [0, JOIN_AT + 2])
+def test_the_first_step_with_a_newcomer_sends_gradients_while_backward_runs(first_used_in):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(steps_across_a_join, first_used_in, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(steps_across_a_join, first_used_in)
+        results = driver.results(3)
+    assert len({result["weights"] for result in results}) == 1
+    for result in results:
+        assert all(sparse for *_, sparse in result["sent"])
+        sent = {step: before for _, step, before, _ in result["sent"]}
+        assert [step for size, step, *_ in result["sent"] if size == 3] == list(range(JOIN_AT, STEPS))
+        if result["rank"] == 0:  # the others lack gradients of the only bucket
+            # before all gradients were seen once, sparse ones can only be known after backward
+            assert sent[JOIN_AT] == (first_used_in == 0)
+            assert sent[STEPS - 1]
+            assert 0 not in sent or not sent[0]
+
+
+def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(train_past_a_loss, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(train_past_a_loss, "dies")
+        results = driver.results(2)
+    assert [result["applied"] for result in results] == [list(range(STEPS))] * 2
+    assert results[0]["end"] == results[1]["end"]
+
+
+def train_past_a_loss(fault: str = ""):
+    """As `train_across_a_join`, in worlds of any size: the loop waits for the newcomer at its first time only."""
+    me = link().worker
+    plant(fault)
+    hvd.init()
+    torch.manual_seed(me)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    applied: list[int] = []
+    worlds: list[int] = []
+
+    @hvd.elastic.run
+    def loop(state):
+        worlds.append(hvd.size())
+        tell("in loop")
+        while state.step < STEPS:
+            while state.step == JOIN_AT and me < 3 and len(worlds) == 1:
+                state.check_host_updates()
+                time.sleep(0.001)
+            generator = torch.Generator().manual_seed(state.step)
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+            optimizer.step()
+            applied.append(state.step)
+            state.step += 1
+            state.check_host_updates()
+
+    loop(state)
+    sums = hashlib.sha256()
+    for tensor in [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]:
+        sums.update(tensor.detach().numpy().tobytes())
+    return {"applied": applied, "end": sums.hexdigest()}
