@@ -10,6 +10,10 @@ import pytest
 for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
     os.environ.setdefault(_name, "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto")
 
+# Threads of torch that have nothing to do sleep. Otherwise they spin, and where several processes share two cores, most
+# of the processor's time goes into that. Read when torch is loaded, and inherited by all processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # a shell starts what it runs in the background deaf to Ctrl-C, which tests send to themselves and to their programs
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

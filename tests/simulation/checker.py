@@ -17,6 +17,7 @@ from spark_elastic.membership.reasons import LossKind, WaitKind
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
+from tests.simulation.world_checks import check_ranks, check_state, require
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -26,15 +27,6 @@ EACH_EVENT_UP_TO = 400
 """The most workers with which what concerns all of them is checked after every event."""
 SOME_EVENTS = 100
 """With more workers, it is checked after one event of so many."""
-
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise Violation(what)
 
 
 class Checker:
@@ -406,8 +398,8 @@ class Checker:
         for worker in self._members():
             accounted = worker in self.stands or worker in self.done or worker in self.admitted  # to a later loop
             require(accounted, f"worker {worker} still trains in round {world.round - 1}")
-        self._check_ranks(world, previous)
-        self._check_state(world)
+        check_ranks(self, world, previous)
+        check_state(self, world)
         for worker in workers:
             at_init, _ = self.stands.pop(worker)
             require(not at_init or world.version is None, "training waits for a worker that has no model yet")
@@ -415,59 +407,6 @@ class Checker:
             self.admitted.discard(worker)
         self.world = world
         self.waiting = None
-
-    def _check_ranks(self, world: World, previous: World | None) -> None:
-        members = world.members
-        require([m.rank for m in members] == list(range(len(members))), "ranks are not 0..size-1 in order")
-        hosts = [m.place.host for m in members]
-        blocks = [h for i, h in enumerate(hosts) if i == 0 or hosts[i - 1] != h]
-        require(len(blocks) == len(set(blocks)), f"a host's ranks are apart: {hosts}")
-        if previous is not None:
-            # one that was sent on to a later loop comes there as a newcomer does
-            old = [m.worker for m in previous.members if m.worker not in self.admitted]
-            survivors = [m.worker for m in members if m.worker in old]
-            require(survivors == sorted(survivors, key=old.index), "survivors changed their order")
-            if survivors:
-                first = members[0].place.host == self.places[self.on_agent[survivors[0]]].host
-                require(first, "a host of newcomers goes first")
-        for host in blocks:
-            block = [m for m in members if m.place.host == host]
-            require([m.local_rank for m in block] == list(range(len(block))), "local ranks are wrong")
-            require({m.local_size for m in block} == {len(block)}, "local sizes are wrong")
-            if previous is not None:
-                new = [m.worker not in old for m in block]
-                require(new == sorted(new), "a newcomer goes before a survivor of its host")
-        for local_rank in range(max(hosts.count(h) for h in blocks)):
-            column = [m for m in members if m.local_rank == local_rank]
-            require([m.cross_rank for m in column] == list(range(len(column))), "cross ranks are wrong")
-            require({m.cross_size for m in column} == {len(column)}, "cross sizes are wrong")
-
-    def _check_state(self, world: World) -> None:
-        versions = {m.worker: self.stands[m.worker][1] for m in world.members}
-        known = [version for version in versions.values() if version is not None]
-        best = max(known, default=None)
-        require(world.version == best, f"the world starts at {world.version}, its best member is at {best}")
-        if best is None:
-            require(not self.furthest.trained, f"the world starts over although {self.furthest} was reached")
-            require(world.sync, "a first world is not synchronised")
-        else:
-            root = world.members[world.root].worker
-            require(versions[root] == best, "the root is not the most advanced")
-            if self.world is not None:
-                ahead = [
-                    m.worker for m in self.world.members if versions.get(m.worker) == best and m.worker in versions
-                ]
-                require(not ahead or root == ahead[0], "the root is not the oldest of the most advanced")
-            require(world.sync == (set(versions.values()) != {best}), f"sync={world.sync} for {versions}")
-            if best.loop < self.furthest.loop:
-                at_its_end = best.steps >= self.cluster.plan.steps
-                require(at_its_end, f"{self.furthest} begins with {best}, which is not the end of the loop before")
-        for worker in self.cluster.workers.values():  # the truth
-            if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.trained:
-                if worker.id in versions or self.cluster.plan.plain:
-                    continue
-                assert worker.version is not None
-                require(worker.version <= (best or BEGINNING), f"{worker.version} of worker {worker.id} is lost")
 
     def _on_FinishJob(self, command: c.FinishJob, event: e.Event, now: float) -> None:
         members = self._members()

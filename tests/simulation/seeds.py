@@ -17,7 +17,8 @@ from typing import Any
 
 from spark_elastic.membership.machine import Membership
 from spark_elastic.settings import ElasticSettings
-from tests.simulation.cluster import Cluster, Plan
+from tests.simulation.cluster import Cluster
+from tests.simulation.plan import Plan
 
 FAULTS = (
     ["kill worker"] * 6

@@ -1,4 +1,4 @@
-"""The package has no import circles, and no class name means two things."""
+"""The package has no import circles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,3 @@ def test_no_modules_import_one_another():
 def test_a_circle_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert house.circles(graph) == [["b", "c"]]
-
-
-def test_no_class_name_is_used_twice():
-    assert house.doubled_class_names() == {}
