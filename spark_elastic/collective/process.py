@@ -17,7 +17,7 @@ from spark_elastic.collective.joining import FOREVER_S
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import Member
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink, loops
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.collective.process_sets import ProcessSet
@@ -48,6 +48,10 @@ class Process:
         """By group name: the newest round in which it was connected, and how often. It survives `shutdown`."""
         self._followers: list[Callable[[Position], None]] = []
         """Called with each new position, on the user's thread. They survive `shutdown`."""
+        self.in_loop = False
+        """True within an elastic loop that has not been finished in an earlier call of the user's function."""
+        self.called_again = False
+        """True if the user's function was called again after a loop, and has not joined a world since."""
         self._reset()
 
     def _reset(self) -> None:
@@ -87,7 +91,7 @@ class Process:
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
-        if loops.waits_for_loop and not isinstance(answer, ProvisionalPosition):
+        if self.called_again and not isinstance(answer, ProvisionalPosition):
             self._take_position(answer)  # that world is over; the loop joins the next
             self.awaits_loop = True
             return
@@ -121,7 +125,7 @@ class Process:
         self.awaits_loop = False
         self.updates_handled = max(self.updates_handled, assignment.updates_seen)
         self.group("global")
-        loops.joined()
+        self.called_again = False
 
     def _take_position(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
@@ -143,6 +147,7 @@ class Process:
 
     def run_again(self) -> None:
         """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""
+        self.in_loop, self.called_again = False, True
         for chosen in list(self.sets.values()):
             self.unregister(chosen)
         self.leave_until_loop()
@@ -374,7 +379,6 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
 
 
 process = Process()
-loops.on_run_again = process.run_again
 atexit.register(process.leave)
 
 

@@ -17,7 +17,6 @@ from spark_elastic.collective.calls import agree
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.errors import MismatchError, UsageError
-from spark_elastic.wire.worker_link import loops
 
 Rule = Callable[[int], Iterable[int]]
 """A function that returns the ranks of a set in a world of the given size."""
@@ -198,7 +197,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
-    in_loop = loops.entered > loops.last and (process.is_local or not process.provisional)
+    in_loop = process.in_loop and (process.is_local or not process.provisional)
     same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:

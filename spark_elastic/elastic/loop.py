@@ -6,25 +6,22 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import hmac
 import logging
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-import cloudpickle
 import torch
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
-from spark_elastic.errors import AuthenticationError, HorovodInternalError, HostsUpdatedInterrupt, LoopResultError
+from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import ProvisionalPosition, loops
+from spark_elastic.wire.worker_link import ProvisionalPosition
 
 if TYPE_CHECKING:
     from spark_elastic.elastic.state import State
@@ -34,11 +31,6 @@ log = logging.getLogger("spark_elastic.elastic.loop")
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="State")
-
-MAX_LOOP_RESULT_BYTES = 1 << 20
-RESULT_TIMEOUT_S = 60.0
-"""Time to wait for a result that another worker has sent to the driver."""
-_SEAL_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +51,6 @@ class Entry:
     sync: bool
     moved: bool
     from_last_loop: bool = False
-
-
-class SentOn(Exception):
-    """Raised where a newcomer enters a loop that the others have left; it uses the result of that loop instead."""
 
 
 class CollectiveFrontend:
@@ -106,7 +94,7 @@ class CollectiveFrontend:
 
         Raises:
             HorovodInternalError: The world broke while it was being connected, or on the way from the previous loop.
-            SentOn: The job is in a later loop.
+            LaterLoop: The job is in a later loop.
         """
         process.require()
         link = process.link
@@ -115,22 +103,17 @@ class CollectiveFrontend:
         if process.provisional:
             link.entered_loop()
             prepare()
-            return self.rejoin(self._version_before(), moved=False)
+            return self.rejoin(loops.version_before(), moved=False)
         assert process.assignment is not None
         world = process.assignment.world
         process.group()  # raises, if the world broke meanwhile
         if loops.entered == 1:
             link.entered_loop()
             return Entry(root=world.root, version=world.version, sync=True, moved=False)
-        self._offer_result(loops.entered - 1)
+        offer_result(loops.entered - 1)
         barrier()  # no member enters while another may still be in the last collective of the loop before
         link.entered_loop()
         return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
-
-    def _version_before(self) -> StateVersion | None:
-        """Return the version of the state that this process brings from the previous loop; None if it has none."""
-        before = loops.kept(loops.entered - 1) if loops.entered > 1 and loops.unbroken else None
-        return None if before is None else before.state.version
 
     def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
         """Leave a world that broke or is about to change, and wait until another one is connected.
@@ -140,7 +123,7 @@ class CollectiveFrontend:
             moved: Whether `Entry.moved` is True in any case.
 
         Raises:
-            SentOn: The job is in a later loop.
+            LaterLoop: The job is in a later loop.
         """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)
@@ -152,55 +135,15 @@ class CollectiveFrontend:
                 moved = True
                 log.info("the next world broke before it was connected: %s", error)
 
-    def finished(self, loop: int, state: Any, result: Any) -> None:
+    def finished(self, loop: int, state: State, result: Any) -> None:
         """Keep state and result of a loop that has returned, for the case that the function is called again."""
         if process.link is not None:
             state.save()
             loops.finish(loop, state, result)
             process.link.left_loop()
 
-    def _offer_result(self, loop: int) -> None:
-        """On rank 0, give the driver the loop's result, which newcomers to later loops need."""
-        link, kept = process.link, loops.kept(loop)
-        if link is None or kept is None or process.require().rank != 0:
-            return
-        problem, data = "", b""
-        try:
-            data = cloudpickle.dumps(kept.result)
-        except Exception as error:  # pickling runs the code of users' classes
-            problem = f"it cannot be pickled ({type(error).__name__}: {error})"
-        if len(data) > MAX_LOOP_RESULT_BYTES:
-            problem, data = f"it is larger than {MAX_LOOP_RESULT_BYTES >> 20} MiB ({len(data):,} bytes)", b""
-        if problem:
-            log.warning(
-                "workers that are lost in a later loop cannot be replaced: the result of loop %d cannot be sent to new "
-                "ones, because %s",
-                loop,
-                problem,
-            )
-        link.offer_loop_result(loop, problem, b"" if problem else _seal(loop, data) + data)
-
     def result_of(self, loop: int) -> Any:
-        """Return the result that other members had in a loop that this process skips.
-
-        Raises:
-            LoopResultError: The result cannot be sent, or did not arrive in time.
-            AuthenticationError: It was not sent by a worker of this job.
-        """
-        assert process.link is not None
-        try:
-            problem, sealed = process.link.loop_result(loop, RESULT_TIMEOUT_S)
-        except TimeoutError as error:
-            raise LoopResultError(loop=loop, reason=str(error)) from None
-        if problem:
-            raise LoopResultError(loop=loop, reason=problem)
-        seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-        if not hmac.compare_digest(seal, _seal(loop, data)):
-            raise AuthenticationError(
-                f"the result of loop {loop} was not sent by a worker of this job (its MAC is wrong); it was not "
-                "unpickled"
-            )
-        return pickle.loads(data)
+        return result_of(loop)
 
     def report_version(self, version: StateVersion) -> None:
         if process.link is not None:
@@ -214,17 +157,12 @@ class CollectiveFrontend:
         assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
         if isinstance(assignment, ProvisionalPosition):
             process.leave_until_loop()
-            raise SentOn()
+            raise LaterLoop()
         process.adopt(assignment)
         after = process.require()
         world = assignment.world
         changed = (before.rank, before.size) != (after.rank, after.size)
         return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
-
-
-def _seal(loop: int, data: bytes) -> bytes:
-    assert process.link is not None
-    return hmac.digest(process.link.derive_key("results of loops"), f"{loop} ".encode() + data, hashlib.sha256)
 
 
 frontend = CollectiveFrontend()
@@ -266,7 +204,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                 before, after = kept.state.version, state.version
                 if before is None or after is None or not after.is_steps_after(before):
                     result = cast(R, kept.result)  # all steps were made in the first call
-        except SentOn:
+        except LaterLoop:
             if kept is not None:
                 return cast(R, kept.result)
             result = frontend.result_of(loop)

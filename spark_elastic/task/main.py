@@ -39,7 +39,6 @@ from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.messages import interpreter
 from spark_elastic.wire.pickling import dumps
-from spark_elastic.wire.worker_link import loops
 
 log = logging.getLogger("spark_elastic.task")
 
@@ -112,7 +111,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             if run is not None:
                 returned.clear()
                 link.returned(False)
-                loops.run_again()
+                _run_again()
     logging.shutdown()
     _leave_drivers_run()
     with contextlib.suppress(Exception):
@@ -224,10 +223,18 @@ def _call_until_returned(function: Callable[[], Any]) -> Any:
         try:
             return function()
         except HorovodInternalError as error:
+            from spark_elastic.elastic.finish import loops  # it imports torch, which has raised this error
+
             if not loops.can_run_again:
                 raise
             log.info("a collective failed after the elastic loop; calling the function again from there: %s", error)
-        loops.run_again()
+        _run_again()
+
+
+def _run_again() -> None:
+    from spark_elastic.elastic.finish import loops
+
+    loops.run_again()
 
 
 def _write_result(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> None:

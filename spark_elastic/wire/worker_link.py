@@ -1,4 +1,4 @@
-"""The interface of a worker to its job: the link to the driver, and the elastic loops of this process.
+"""The interface of a worker to its job: the link to the driver.
 
 `task.main` installs the link before it calls the user's function. A plain Python process has none and runs as a world
 of one.
@@ -8,87 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from spark_elastic.membership.topology import StateVersion, WorkerId, World
 from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedLoop:
-    """The outcome of an elastic loop.
-
-    Attributes:
-        state: The state at the loop's end, saved; None if this process skipped the loop and has only its result.
-        result: The loop's return value.
-    """
-
-    state: Any
-    result: Any
-
-
-class Loops:
-    """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
-
-    When a world breaks after a loop, `task.main` calls the user's function again in the same process. `elastic.loop`
-    then skips the finished loops, whose states and results are kept here, and what follows them is run again.
-    """
-
-    def __init__(self) -> None:
-        self.entered = 0
-        """The newest loop that this call of the function has entered; 0: none."""
-        self._finished: list[FinishedLoop] = []
-        self._has_joined = True
-        self.on_run_again: Callable[[], None] | None = None
-        """A function that leaves the world until a loop is entered. Set by `collective.process`."""
-
-    def enter(self) -> int:
-        """Enter the next loop, and return its number."""
-        self.entered += 1
-        return self.entered
-
-    def kept(self, number: int) -> FinishedLoop | None:
-        """Return the outcome of the loop in an earlier call of the function; None if it was not finished in one."""
-        return self._finished[number - 1] if number <= len(self._finished) else None
-
-    @property
-    def last(self) -> int:
-        """Number of the newest loop that was finished here; 0: none."""
-        return len(self._finished)
-
-    @property
-    def unbroken(self) -> bool:
-        """True if this process took part in every finished loop, and has their states."""
-        return all(loop.state is not None for loop in self._finished)
-
-    def finish(self, number: int, state: Any, result: Any) -> None:
-        """Keep the outcome of a loop."""
-        self._finished[number - 1 :] = [FinishedLoop(state, result)]
-
-    def joined(self) -> None:
-        """Record that this process is a member of a world."""
-        self._has_joined = True
-
-    @property
-    def waits_for_loop(self) -> bool:
-        """True if the function was called again and has not joined a world since."""
-        return not self._has_joined
-
-    @property
-    def can_run_again(self) -> bool:
-        """True if the function can be called again: a loop is finished, and the last call joined a world."""
-        return bool(self._finished) and self._has_joined
-
-    def run_again(self) -> None:
-        """Prepare for another call of the function."""
-        self.entered = 0
-        self._has_joined = False
-        if self.on_run_again is not None:
-            self.on_run_again()
-
-
-loops = Loops()
-"""The loops of this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,11 +55,12 @@ def failing(seed: object, rate: float = RATE) -> Iterator[None]:
 
 def differs(seed: int) -> str:
     """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
-    from spark_elastic.wire.worker_link import loops
+    from spark_elastic.collective.process import process
+    from spark_elastic.elastic.finish import loops
 
     outcomes = []
     for disturbed in (False, True):
-        loops.__init__()  # as in a process of its own
+        loops.__init__(process)  # as in a process of its own
         if disturbed:
             with failing(seed):
                 outcomes.append(train(seed, None, 0, 0.0))

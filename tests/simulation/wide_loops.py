@@ -298,11 +298,12 @@ def checks_failing(seed: object, rate: float = RATE) -> Iterator[None]:
 
 def differs(seed: int) -> str:
     """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
-    from spark_elastic.wire.worker_link import loops
+    from spark_elastic.collective.process import process
+    from spark_elastic.elastic.finish import loops
 
-    loops.__init__()  # as in a process of its own
+    loops.__init__(process)  # as in a process of its own
     calm = train(seed)
-    loops.__init__()
+    loops.__init__(process)
     with failing(seed), checks_failing(seed):
         stormy = train(seed)
     return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"

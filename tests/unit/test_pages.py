@@ -24,7 +24,7 @@ SOURCES = sorted((ROOT / "spark_elastic").rglob("*.py"))
 
 INTERNAL = {
     "RowsRefused": "the driver makes a DataError of it",
-    "SentOn": "the elastic loop ends with the result that the others had",
+    "LaterLoop": "the elastic loop ends with the result that the others had",
     "Stopped": "ends a thread that reads ahead",
     "NotPlain": "what is not plain is kept as an object",
     "_NeedsTrustError": "the value is pickled instead",

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.elastic.loop import Entry, SentOn, elastic_loop
+from spark_elastic.collective.process import Process
+from spark_elastic.elastic.finish import LaterLoop, Loops
+from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import Loops
 
 
 class ScriptedFrontend:
@@ -26,7 +27,7 @@ class ScriptedFrontend:
         self.rejoined: list[StateVersion | None] = []
         self.versions: list[StateVersion] = []
         self.roots: list[int] = []
-        self.loops = Loops()
+        self.loops = Loops(Process())
         self.results: list[Any] = []
 
     def rank(self) -> int:
@@ -344,7 +345,7 @@ def test_a_failure_between_two_loops_is_raised_to_run_the_end_of_the_first_again
 
 
 def test_a_newcomer_skips_a_finished_loop_and_gets_the_others_result():
-    entries = [SentOn(), Entry(root=1, version=StateVersion(loop=2, steps=5), sync=True, moved=False)]
+    entries = [LaterLoop(), Entry(root=1, version=StateVersion(loop=2, steps=5), sync=True, moved=False)]
     frontend = ScriptedFrontend(*entries)
     frontend.results = ["theirs"]
     states = []

@@ -7,9 +7,11 @@ import threading
 
 import pytest
 
+from spark_elastic.collective.process import Process
+from spark_elastic.elastic import finish
+from spark_elastic.elastic.finish import Loops
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.task import main
-from spark_elastic.wire.worker_link import Loops
 
 
 class Exited(Exception):
@@ -48,8 +50,8 @@ class Link:
 
 @pytest.fixture
 def loops(monkeypatch):
-    own = Loops()
-    monkeypatch.setattr(main, "loops", own)
+    own = Loops(Process())
+    monkeypatch.setattr(finish, "loops", own)
     return own
 
 
@@ -58,7 +60,7 @@ def test_collective_failing_after_a_loop_has_the_function_called_again(loops):
 
     def function():
         calls.append(loops.enter())
-        loops.joined()
+        loops._process.called_again = False
         loops.finish(1, "the state", None)
         if len(calls) < 3:
             raise HorovodInternalError("a peer is gone")
