@@ -172,8 +172,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     server, keepers = os.getpid(), set[int]()
     until = clock.monotonic() + keep_s
     while min([jvm, *others]) >= 0 and (keepers or clock.monotonic() < until):
-        watched: list[Any] = [listener, jvm, *others]
-        ready = select.select(watched, [], [], 0.2)[0]
+        ready = _readable(listener, jvm, *others, timeout=0.2)
         if jvm in ready:
             break
         if keepers:
@@ -209,8 +208,7 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
             run_worker(keeper, ends.result, ends.death)
         ends.close()  # first: only the agent and the worker hold the pipes once the agent knows of it
         connection.send(str(pid).encode())
-        ready, _, _ = select.select([connection.fileno(), os.pidfd_open(pid)], [], [])
-        if connection.fileno() in ready:
+        if connection in _readable(connection, os.pidfd_open(pid)):
             kill_group(pid)  # the agent is gone, or has no use for the worker any more
         _, status = os.waitpid(pid, 0)
         kill_group(pid)  # what the worker has left behind
@@ -219,6 +217,10 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(1)
+
+
+def _readable(*watched: Any, timeout: float | None = None) -> list[Any]:
+    return select.select(watched, [], [], timeout)[0]
 
 
 def _become_blank(ends: Ends, env: Mapping[str, str]) -> None:
