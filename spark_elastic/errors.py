@@ -518,22 +518,7 @@ class ChannelClosedError(ProtocolError):
 
 
 class HorovodInternalError(SparkElasticError, RuntimeError):
-    """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it.
-
-    Attributes:
-        in_reduction: The failed collective reduced the gradients of a step, or statistics within one: that step has
-            not changed any parameter.
-        mid_update: An optimizer that evaluates its closure several times had begun to change parameters.
-        reducer: The object that reduced the gradients, to tell optimizers apart; None if unknown. Not pickled.
-    """
-
-    in_reduction: bool = False
-    mid_update: bool = False
-    reducer: object | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = {**self._fields, "in_reduction": self.in_reduction, "mid_update": self.mid_update}
-        return (_rebuild, (type(self), self.message, fields))
+    """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
 
 class HostsUpdatedInterrupt(SparkElasticError):

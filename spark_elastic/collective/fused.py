@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -264,9 +264,6 @@ def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
 
-on_reduction: list[Callable[[], None]] = []
-"""Functions to call when a step's gradients are computed, before they are sent; loops count their steps with it."""
-
 
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
@@ -320,8 +317,6 @@ class FusedReduction:
         Raises:
             HorovodInternalError: a peer is gone. Nothing was changed.
         """
-        for begins in on_reduction:
-            begins()
         try:
             group = self._process_set.group() if self._process_set.included() else None
             if group is None:
@@ -330,9 +325,8 @@ class FusedReduction:
                 results = list(tensors)
             else:
                 results = self._reduce(group, tensors, scalars)
-        except HorovodInternalError as error:
+        except HorovodInternalError:
             self._sets = []  # what is in flight keeps its own
-            error.in_reduction = True
             raise
         self.completed += 1
         return results
@@ -482,12 +476,7 @@ def sum_over_group(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
     """Sum `numbers`, float64, over the members, in place, and return them.
 
     Raises:
-        HorovodInternalError: a peer is gone. The error has `in_reduction` set, as after a failed reduction of
-            gradients: the present step has not changed any parameter yet.
+        HorovodInternalError: a peer is gone.
     """
-    try:
-        group.wait(group.allreduce(numbers, Sum.gloo))
-    except HorovodInternalError as error:
-        error.in_reduction = True
-        raise
+    group.wait(group.allreduce(numbers, Sum.gloo))
     return numbers

@@ -25,7 +25,7 @@ def doctor(
     num_proc: int | None = None,
     driver_port: int | str | None = None,
     agent_ports: int | str | None = None,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
 ) -> Report:
     """Check this machine, the Spark session and its executors; report problems with their remedies.
 
@@ -74,6 +74,6 @@ def doctor(
     thread.start()
     thread.join(timeout + 2.0)
     if thread.is_alive():
-        fix = "Spark's driver JVM may hang: look at its thread dump (jstack) and log"
+        fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
         examination.add(Finding("deadline", PROBLEM, f"the checkup did not end within {timeout:.0f} s", fix))
     return examination.report()

@@ -29,8 +29,8 @@ MOST_WORKERS = 32
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 60.0
 OLDEST_TORCH = (2, 6)
-_FAREWELL_S = 6.0
-"""The part of the time limit that is reserved for ending the job."""
+_OF_JOB = 0.75
+"""The part of the time limit in which the job has to be done; the rest is for ending it and for the store."""
 _PACKAGES = ("spark-elastic", "torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "keras")
 
 
@@ -67,7 +67,7 @@ class Examination:
 
     def _left_s(self) -> float:
         """Return the seconds that the job may take."""
-        return max(self.timeout_s - _FAREWELL_S - (clock.monotonic() - self._began), 1.0)
+        return max(_OF_JOB * self.timeout_s - (clock.monotonic() - self._began), 1.0)
 
     # --- this machine -----------------------------------------------------------------------------
 

@@ -7,18 +7,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 
-def calling_line(above: int) -> tuple[str, int]:
-    """Return file and line of a function on the call stack.
-
-    An assignment to a state is undone only if it was made on the same line as before, see `plain_values.UndoLog`.
-
-    Args:
-        above: Calls between that function and the one that asks; 1 is the caller of the one that asks.
-    """
-    frame = sys._getframe(above + 1)
-    return frame.f_code.co_filename, frame.f_lineno
-
-
 def is_called_by(function: str) -> bool:
     """Return True if the one that asks was called by a function of this name."""
     return sys._getframe(2).f_code.co_name == function

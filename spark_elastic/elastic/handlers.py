@@ -1,6 +1,6 @@
 """Handlers copy, restore and synchronise the values of a state, by type.
 
-Each value has two parts. The *light part* is plain data that is cheap to copy at every resume point, such as a learning
+Each value has two parts. The *light part* is plain data that is cheap to copy at every mark, such as a learning
 rate or a position in the dataset. The *tensors* are copied at commits only. Their layout, a list of `TensorSpec`, tells
 which tensors a copy holds, and which ones a member has to create that has none of them yet.
 """
@@ -86,6 +86,9 @@ class StateHandler:
         layout = self.layout()
         return layout, self.tensors(layout)
 
+    observed = False
+    """True if `OptimizerSteps` notices changes of the tensors, or copies them at marks; else a loss always returns to
+    the last commit."""
     staged = False
     """True if `tensors` returns copies, so that received tensors have to be written by `fill`."""
 
@@ -224,6 +227,12 @@ class Handlers:
     def with_own_sync(self) -> list[str]:
         """The names of values whose handlers override `sync`, as handlers written for Horovod do."""
         return [name for name, handler in self.by_name.items() if type(handler).sync is not StateHandler.sync]
+
+    @property
+    def unobserved(self) -> list[str]:
+        """The names of values whose tensors may change unnoticed between two marks."""
+        own = self.with_own_sync
+        return [name for name, each in self.by_name.items() if name in own or (not each.observed and each.layout())]
 
     @property
     def unbuilt(self) -> bool:

@@ -1,37 +1,24 @@
 """The state of an elastic loop, which is kept when the world changes.
 
-`State` is Horovod's contract for users' own states. `ElasticState` is composed of the `Handlers` of its values, a
-`StepCounter`, the last `ResumePoint`, and the framework's `OptimizerSteps` and `LoopWatch` (`steps`). The elastic loop
-calls the methods under "called by the loop".
+`State` is Horovod's contract for users' own states. `ElasticState` is composed of the `Handlers` of its values, the
+framework's `OptimizerSteps` (`mark`), and the plain values of the last mark. The elastic loop calls the methods under
+"called by the loop".
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from spark_elastic.elastic.call_stack import calling_line
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
-from spark_elastic.elastic.steps import Failure, LoopWatch, OptimizerSteps, Recovery, StepCounter, decide
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
 log = logging.getLogger("spark_elastic.elastic.state")
-
-
-class ResumePoint(NamedTuple):
-    """The last point at which training can resume with the tensors as they are.
-
-    Attributes:
-        committed: It was a commit, which has copied all values.
-        light: Copies of the plain values and of the light parts (see `handlers`); None if it was a commit.
-    """
-
-    committed: bool = False
-    light: Any = None
 
 
 class State:
@@ -77,21 +64,23 @@ class State:
         self.leave_if_updated()
 
     def check_host_updates(self) -> None:
-        """Leave the loop if the world is about to change. Cheaper than a commit: no tensor is copied.
+        """Mark the present state, then leave the loop if the world is about to change; no parameter is copied.
+
+        After a loss, training goes on from here if nothing has changed since: only the interrupted step is done again.
 
         Raises:
             HostsUpdatedInterrupt: The world is about to change; on every member at the same check.
         """
-        self.resume_here()
+        self.mark_here()
         self.leave_if_updated()
 
     def commit_here(self) -> None:
-        """Commit without the check for updated hosts, which `leave_if_updated` makes; not in the middle of a step."""
+        """Commit without the check for updated hosts; does nothing in the middle of a step."""
         if self._may_mark():
             self._commit()
 
-    def resume_here(self) -> None:
-        """Make this the point from which training resumes if a collective fails before the next step."""
+    def mark_here(self) -> None:
+        """Mark the present state without the check for updated hosts; does nothing in the middle of a step."""
         if self._may_mark():
             self._counter.mark()
 
@@ -127,7 +116,7 @@ class State:
         """Adapt whatever depends on the rank or the size; does nothing by default."""
 
     def _may_mark(self) -> bool:
-        """Return True if this can be a commit or a resume point; the steps of reset callbacks are not counted."""
+        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted."""
         return not self._counter.alone
 
     def _commit(self) -> None:
@@ -205,7 +194,7 @@ class State:
         self._counter.version = self._counter.saved_version
 
     def _interrupted(self) -> None:
-        """Prepare for the next world after `HostsUpdatedInterrupt` has ended the function, at a resume point."""
+        """Prepare for the next world after `HostsUpdatedInterrupt` has ended the function, at a mark."""
 
     def _loop_over(self) -> None:
         """Stop observing the loop, which has returned or raised."""
@@ -294,33 +283,32 @@ class ObjectState(State):
 
 
 class ElasticState(State):
-    """A state of models, optimizers and plain values, each an attribute. Most failures need no return to the commit.
+    """A state of models, optimizers and plain values, each an attribute, which marks spare most returns to the commit.
 
     Args:
         handler_for: A function that returns the handler which copies and synchronises a value, or None for a plain
             Python value, which must be picklable.
-        watch: The class of the framework's `LoopWatch`.
-        steps: The class of its `OptimizerSteps`, or a function that creates one.
+        steps: The class of the framework's `OptimizerSteps`, or a function that creates one.
         values: The values by name.
     """
 
     def __init__(
         self,
         handler_for: Callable[[Any], StateHandler | None],
-        watch: type[LoopWatch],
-        steps: Callable[[Handlers, StepCounter, Any], OptimizerSteps],
+        steps: Callable[[Handlers, StepCounter], OptimizerSteps],
         values: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._handlers = Handlers(self, handler_for, values)
-        self._watch = watch(self._handlers, self._counter)
-        self._steps = steps(self._handlers, self._counter, self._watch)
-        self._resume_point = ResumePoint()
+        self._steps = steps(self._handlers, self._counter)
+        self._mark: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Copies of the light parts and of the plain values at the last mark; None if that was a commit."""
+        self._refused = 0
+        """The number of commits and checks in a row that came in the middle of a step."""
         self._root_unbuilt = False
         """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
         for name in self._handlers.by_name:
             self._steps.attach(name)
-        self._steps.before_sync()
         self.save()
 
     if TYPE_CHECKING:
@@ -330,55 +318,69 @@ class ElasticState(State):
     def __setattr__(self, name: str, value: Any) -> None:
         parts = self.__dict__
         handler = parts["_handlers"].by_name.get(name) if "_handlers" in parts else None
-        if handler is not None and value is not handler.value:
-            handler.set_value(value)
+        if handler is None or value is handler.value:
             object.__setattr__(self, name, value)
-            self._steps.attach(name)
             return
-        if "_watch" in parts and parts["_watch"].log.follows(name):
-            parts["_watch"].log.assigned(name, parts.get(name), value, calling_line(1))
+        handler.set_value(value)
         object.__setattr__(self, name, value)
+        self._mark = None  # it has nothing of the new value
+        self._steps.attach(name)
 
     @property
     def version(self) -> StateVersion | None:
-        self._steps.poll()
+        self._steps.count()
         return self._counter.version
 
     # --- called by users ------------------------------------------------------------------------
 
-    def resume_here(self) -> None:
-        """Make this the point from which training resumes after a failure; does nothing in the middle of a step."""
+    def commit(self) -> None:
+        self._refuse_if_always_in_a_step()
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        self._refuse_if_always_in_a_step()
+        super().check_host_updates()
+
+    def _refuse_if_always_in_a_step(self) -> None:
+        """Raise UsageError if commits and checks come only in the middle of a step, where they do nothing."""
+        passes = self._steps.passes_begun()
+        self._refused = self._refused + 1 if passes else 0
+        if self._refused > 2 * passes:
+            raise UsageError(
+                f"the last {self._refused} calls of state.commit() or state.check_host_updates() came between "
+                "loss.backward() and optimizer.step(), where a training cannot be resumed; call them after "
+                "optimizer.step()"
+            )
+
+    def mark_here(self) -> None:
         if self._may_mark():
             self._counter.mark()
-            self._mark_resume_point()
+            self._set_mark()
 
     def leave_if_updated(self) -> None:
         """As for `State`; does nothing in the middle of a step."""
-        if self._steps.may_leave():
+        if not self._steps.passes_begun():
             super().leave_if_updated()
 
     def save(self) -> None:
-        self._steps.before_save()
+        self._steps.count()
         self._handlers.save()
         self._counter.saved_version = self._counter.version
 
     def restore(self) -> None:
-        self._steps.poll()
+        self._steps.count()
         self._handlers.restore()
+        self._mark = None
         if self._counter.saved_version is not None:
             self._counter.set(self._counter.saved_version)
-        self._steps.values_replaced()
+        self._steps.count(replaced=True)
 
     def sync(self) -> None:
         """Take over the state of the most advanced member (when called in the loop: of rank 0), and commit it."""
-        if not self._entering:
-            self._steps.poll()
-        self._steps.before_sync()
-        extra = self._handlers.unbuilt, self._watch.log.learnt
+        self._steps.count()
         staged = self._counter.version is not None
-        self._root_unbuilt, learnt = self._handlers.sync(self._root, extra, staged=staged)
-        self._watch.log.learn_from(learnt)
-        self._steps.values_replaced()
+        self._root_unbuilt = self._handlers.sync(self._root, self._handlers.unbuilt, staged=staged)
+        self._steps.count(replaced=True)
         if not self._entering:
             self._commit()
 
@@ -388,7 +390,6 @@ class ElasticState(State):
         Every member calls this after each batch; the first step has built the model.
         """
         if self._root_unbuilt:
-            self._steps.poll()
             self.sync()
             self._root_unbuilt = False
             self.save()
@@ -398,9 +399,6 @@ class ElasticState(State):
             handler.reset()
 
     # --- called by the loop ---------------------------------------------------------------------
-
-    def _before_joining(self) -> None:
-        self._steps.before_joining()
 
     def _refresh_from(self, root: int, version: StateVersion | None) -> None:
         if self._handlers.agree_that_equal():
@@ -414,36 +412,40 @@ class ElasticState(State):
         """Do nothing: values are set only after all of them have arrived."""
 
     def _function_begins(self) -> None:
-        self._mark_resume_point(called=True)
+        self._set_mark()
 
     def _recover(self, error: HorovodInternalError) -> None:
-        self._steps.function_left()
-        if self._counter.version is not None:  # otherwise this member holds no state yet
-            self._resume_after(error)
-        self._steps.drop_unfinished()
+        """Return to the last mark if nothing has changed since; otherwise to the last commit."""
+        light, plain = self._mark or ({}, {})
+        changed = self._steps.undo(plain)
+        if self._mark is None:
+            changed = "it is also the last mark"
+        elif unobserved := self._handlers.unobserved:
+            changed = f"changes of {', '.join(unobserved)} are not observed"
+        if changed:
+            log.info("resuming from the last commit: %s", changed)
+            self.restore()
+        else:
+            log.info("resuming from the last mark: nothing has changed since")
+            self._handlers.assign_light_values((light, plain))
 
     def _interrupted(self) -> None:
-        self._steps.function_left()
-        self._steps.drop_unfinished()
-
-    def _loop_over(self) -> None:
-        super()._loop_over()
-        self._watch.end()
-        self._steps.loop_over()
+        self._steps.undo({})
 
     def _take_up(self, kept: Any) -> None:
         kept.restore()
-        self._steps.before_sync()
+        self._steps.count()
         self._handlers.take_up(kept._handlers)
         self._root_unbuilt = kept._handlers.unbuilt
-        self._steps.values_replaced()
+        self._steps.count(replaced=True)
         self._counter.version = kept._counter.version
         self.save()
 
-    # --- resume points --------------------------------------------------------------------------
+    # --- marks ----------------------------------------------------------------------------------
 
     def _may_mark(self) -> bool:
-        return super()._may_mark() and self._steps.may_mark()
+        # in the middle of a step, batches would count as done whose gradients are lost by a failure
+        return super()._may_mark() and not self._steps.passes_begun()
 
     def _commit(self) -> None:
         if self._counter.steps:  # optimizers count the steps, and a commit is a mark between two
@@ -451,42 +453,11 @@ class ElasticState(State):
         else:
             self._counter.advance()
         self.save()
-        self._mark_resume_point(committed=True)
+        self._set_mark(committed=True)
 
-    def _mark_resume_point(self, committed: bool = False, called: bool = False) -> None:
-        """Make this the resume point: copy the plain values and light parts that belong to the present tensors.
-
-        Args:
-            committed: `save` has just copied all values, so no copy is made here.
-            called: The loop's function is about to be called.
-        """
-        self._steps.poll()
-        self._watch.resume_point(committed)
-        self._resume_point = ResumePoint(committed, None if committed else self._handlers.light_values())
+    def _set_mark(self, committed: bool = False) -> None:
+        """Mark the present state: copy the plain values and light parts, unless `save` has just copied everything."""
+        self._steps.count()
+        self._mark = None if committed else self._handlers.light_values()
         self._counter.reset_steps()
-        self._steps.resume_point(called)
-        if called or self._watch.log.awaits_step:  # changes before this point, the first step still to come, are kept
-            self._watch.begin()
-
-    def _resume_after(self, error: HorovodInternalError) -> None:
-        steps = self._steps.since_resume_point()
-        failure = Failure(
-            steps=steps,
-            in_reduction=error.in_reduction,
-            mid_update=error.mid_update,
-            committed=self._resume_point.committed,
-            altered=self._watch.altered(any(steps)),
-            amid=self._watch.amid(error),
-        )
-        choice, reason = decide(failure)
-        undone = self._watch.undone() if choice is Recovery.LIVE else {}
-        if undone is None:
-            choice, reason = Recovery.COMMIT, "a value was changed in place, and not as before the first step"
-        log.info("resuming from the %s: %s", choice.value, reason)
-        if choice is Recovery.COMMIT:
-            self.restore()
-        elif choice is Recovery.RESUME_POINT:
-            self._handlers.assign_light_values(self._resume_point.light)
-        elif undone:
-            self._watch.restore_values(undone)
-        self._steps.undo_step(choice)
+        self._steps.mark()

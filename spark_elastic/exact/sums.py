@@ -272,7 +272,7 @@ class ShardReduction:
                 or a small whole number.
 
         Raises:
-            HorovodInternalError: A peer is gone. `in_reduction` is set: nothing was changed.
+            HorovodInternalError: A peer is gone. Nothing was changed.
             MismatchError: Settings or shapes differ between the members.
             OutsideLoopError: This process is in no world yet.
         """
@@ -281,9 +281,8 @@ class ShardReduction:
             group = self._agreed_group(like or None)
             if group is not None:
                 return self._sum(group, like, sums, numbers)
-        except HorovodInternalError as error:
+        except HorovodInternalError:
             self._flats, self._shapes = [], ""  # a transfer may still write to the buffers
-            error.in_reduction = True
             raise
         process.saw_update(process.update_pending)
         numbers.add_(0.0)
@@ -295,13 +294,9 @@ class ShardReduction:
     def gather(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum a float64 tensor over the members in place, as `numbers` of `exchange`, and return it."""
         numbers.add_(0.0)
-        try:
-            group = self._agreed_group(None)
-            if group is not None:
-                group.wait(group.allreduce(numbers, Sum.gloo))
-        except HorovodInternalError as error:
-            error.in_reduction = True
-            raise
+        group = self._agreed_group(None)
+        if group is not None:
+            group.wait(group.allreduce(numbers, Sum.gloo))
         return numbers
 
     def _agreed_group(self, like: Sequence[torch.Tensor] | None) -> GlooGroup | None:

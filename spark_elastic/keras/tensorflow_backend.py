@@ -31,8 +31,6 @@ class TensorFlowSteps:
         self.passes = passes
         self.weight: Any = None
         """The weight of this member's gradients, while a step is traced or run; None: all members weigh the same."""
-        self.before_update: Callable[[], None] | None = None
-        """A function to call before each update, when the gradients were reduced and the step counted."""
         self.divide_local: Callable[[], Any] | None = None
         """A function that returns the divisor of the gradients of local variables; None: 1."""
         self._reducer = reducer
@@ -84,8 +82,6 @@ class TensorFlowSteps:
         # the reduction runs, also if that fails.
         with tf.control_dependencies([_dense_part(grad) for grad in grads if grad is not None]):
             self._applied.assign_add(1, read_value=False)
-            if self.before_update is not None:
-                self.before_update()
             update(list(grads))
 
     def step(

@@ -21,7 +21,6 @@ class TorchSteps:
     def __init__(self, reducer: FusedReduction, passes: int, average: bool) -> None:
         self.passes = passes
         self.weight: Any = None
-        self.before_update: Callable[[], None] | None = None
         self.divide_local: Callable[[], int] | None = None
         self._reducer = reducer
         self._average = average
@@ -49,8 +48,6 @@ class TorchSteps:
 
     def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
         self._applied += 1
-        if self.before_update is not None:
-            self.before_update()
         update(list(grads))
 
     @torch.no_grad()

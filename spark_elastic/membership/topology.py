@@ -23,7 +23,7 @@ class StateVersion:
     loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
     steps: int = 0  # optimizer steps applied in this loop; commits, if the state has no optimizer
     marks: int = 0
-    """Resume points (commits, checks for updated hosts, turns) since the last step, or since the loop began."""
+    """Commits, checks for updated hosts and turns since the last step, or since the loop began."""
 
     def __post_init__(self) -> None:
         if self.loop < 1 or self.steps < 0 or self.marks < 0:
@@ -44,7 +44,7 @@ class StateVersion:
         return StateVersion(self.loop, self.steps + steps)
 
     def marked(self) -> StateVersion:
-        """Return the version after one more resume point."""
+        """Return the version after one more mark."""
         return StateVersion(self.loop, self.steps, self.marks + 1)
 
     def is_steps_after(self, other: StateVersion) -> bool:

@@ -125,6 +125,8 @@ class ChannelLink:
 
     def report_version(self, version: StateVersion) -> None:
         before = self._version
+        if before is not None and version < before:  # back to a commit: the driver counts the steps that are lost
+            self._send(WorkerHeartbeat(before, None, self._after_loop, self._begun))
         self._version = version
         told_at_once = False
         if self._begun < self._newest_round():

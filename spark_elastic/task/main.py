@@ -84,7 +84,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     order = json.loads(control.readline() or b"null")
     if order is None:
         exit_now(EXIT_ORPHANED)
-    function = control.read(order["function_bytes"])
+    pickled = [control.read(order["function_bytes"])]
     returned = threading.Event()
     next_run: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     """Numbers of further calls of the function; None: exit."""
@@ -96,7 +96,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     link = ChannelLink(order["worker"], channel, key)
     worker_link.install(link)
     link.start()
-    call = _load(link, function, order["made_by"])
+    call = _load(link, pickled.pop(), order["made_by"])  # it may hold a model, so nothing here keeps it
     _check_device(link)
     link.on_run_again(next_run.put)
     with os.fdopen(result_fd, "wb") as results:

@@ -9,12 +9,11 @@ import keras
 import tensorflow as tf
 
 from spark_elastic.elastic.handlers import StateHandler
-from spark_elastic.elastic.state import ElasticState, ObjectState, State
+from spark_elastic.elastic.state import ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import run
-from spark_elastic.keras.elastic.handlers import list_handler
+from spark_elastic.keras.elastic.handlers import VariableList
 from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState
-from spark_elastic.keras.elastic.state import keras_parts
 
 __all__ = [
     "HorovodInternalError",
@@ -28,12 +27,12 @@ __all__ = [
 ]
 
 
-class TensorFlowState(ElasticState):
+class TensorFlowState(TensorFlowKerasState):
     """A state of TensorFlow variables and plain values; `variables` and each plain value are attributes.
 
     If a loop applies gradients itself, this state cannot see when variables change. So after a loss training resumes
-    from the last commit, as with Horovod. With a Keras optimizer in the state, which counts steps, it resumes from the
-    last step.
+    from the last commit, as with Horovod. With a Keras optimizer in the state that trains these variables, it resumes
+    from the last mark, if no step has begun since.
 
     Args:
         variables: Variables of TensorFlow or Keras, in the same order on every member.
@@ -49,13 +48,8 @@ class TensorFlowState(ElasticState):
     def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         if session is not None:
             raise UsageError("there are no sessions in TensorFlow 2; leave session out")
-        kept = list(variables or ())
+        kept = VariableList(variables or ())
         wrong = [type(v).__name__ for v in kept if not isinstance(v, (tf.Variable, keras.Variable))]
         if wrong:
             raise UsageError(f"variables must be tf.Variable or keras.Variable objects, not {', '.join(wrong)}")
-
-        def more_handlers(value: Any) -> StateHandler | None:
-            return list_handler(value) if value is kept else None
-
-        model, optimizer = kwargs.pop("model", None), kwargs.pop("optimizer", None)
-        super().__init__(*keras_parts(self, model, optimizer, {"variables": kept, **kwargs}, more_handlers))
+        super().__init__(kwargs.pop("model", None), kwargs.pop("optimizer", None), variables=kept, **kwargs)

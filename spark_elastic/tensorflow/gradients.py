@@ -12,7 +12,6 @@ from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
-from spark_elastic.errors import HorovodInternalError
 from spark_elastic.tensorflow.host import (
     ALIGN_BYTES,
     Array,
@@ -96,11 +95,7 @@ class GradientReducer:
             return list(grads), scalars
 
         def on_host(*arrays: Array) -> list[Array]:
-            try:
-                return self._on_host(arrays, len(dense), len(sparse))
-            except HorovodInternalError as error:
-                error.in_reduction = True  # also if sparse gradients were being gathered
-                raise
+            return self._on_host(arrays, len(dense), len(sparse))
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)

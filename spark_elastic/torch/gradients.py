@@ -267,9 +267,6 @@ class BackwardReducer:
             self._finish()
         except BaseException as error:
             self.abandon(group_over=isinstance(error, HorovodInternalError))
-            if isinstance(error, HorovodInternalError):
-                error.in_reduction = True
-                error.reducer = self
             raise
         for reduced in self.on_reduced:
             reduced()

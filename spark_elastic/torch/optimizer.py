@@ -18,7 +18,7 @@ from spark_elastic.collective.reduction import (
     ReduceOp,
     check_gradient_op,
 )
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
 
 
@@ -98,18 +98,10 @@ class DistributedOptimizerMixin:
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        evaluations = 0
-
         def reduced() -> Any:
-            nonlocal evaluations
             with torch.enable_grad():
                 loss = closure()
-            try:
-                self._reducer.finish()
-            except HorovodInternalError as error:
-                error.mid_update = evaluations > 0
-                raise
-            evaluations += 1
+            self._reducer.finish()
             return loss
 
         self._synchronized = False

@@ -96,11 +96,11 @@ class MLflowCallback(DriverCallback):
     @property
     def run_id(self) -> str | None:
         """The id of the run that this thread's newest fit was logged to; None before, and if none could be started."""
-        fit: _Fit | None = getattr(self._thread, "newest", None)
+        fit: _MLflowFit | None = getattr(self._thread, "newest", None)
         return None if fit is None else fit.run_id
 
     def on_fit_start(self, run: DriverRun) -> None:
-        self._thread.newest = fit = _Fit(self, run)
+        self._thread.newest = fit = _MLflowFit(self, run)
         fit.begin()
         self._fits().append(fit)
 
@@ -113,12 +113,12 @@ class MLflowCallback(DriverCallback):
     def on_fit_end(self, result: DriverResult) -> None:
         self._fits().pop().end(result)
 
-    def _fits(self) -> list[_Fit]:
-        fits: list[_Fit] = self._thread.__dict__.setdefault("fits", [])
+    def _fits(self) -> list[_MLflowFit]:
+        fits: list[_MLflowFit] = self._thread.__dict__.setdefault("fits", [])
         return fits
 
 
-class _Fit:
+class _MLflowFit:
     """One fit's way into MLflow: the run, and a thread that sends what the fit does not wait for, in its order."""
 
     def __init__(self, callback: MLflowCallback, run: DriverRun) -> None:

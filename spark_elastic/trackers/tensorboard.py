@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
@@ -41,7 +42,7 @@ class TensorBoardCallback(DriverCallback):
 
     def __init__(self, log_dir: str | os.PathLike[str], *, run_name: str | None = None) -> None:
         try:
-            import tensorboard  # noqa: F401
+            import_module("tensorboard")
         except ImportError:
             raise MissingExtraError(what="TensorBoardCallback", package="tensorboard", extra="tensorboard") from None
         if _URI.match(os.fspath(log_dir)):
@@ -57,7 +58,7 @@ class TensorBoardCallback(DriverCallback):
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
         try:
-            fit = _Fit(self.log_dir / name, run)
+            fit = _TensorBoardFit(self.log_dir / name, run)
         except OSError as error:
             raise InvalidSettingsError(
                 f"TensorBoardCallback cannot write to {self.log_dir / name}: {error}; give a log_dir that this program "
@@ -74,12 +75,12 @@ class TensorBoardCallback(DriverCallback):
     def on_fit_end(self, result: DriverResult) -> None:
         self._fits().pop().end(result)
 
-    def _fits(self) -> list[_Fit]:
-        fits: list[_Fit] = self._thread.__dict__.setdefault("fits", [])
+    def _fits(self) -> list[_TensorBoardFit]:
+        fits: list[_TensorBoardFit] = self._thread.__dict__.setdefault("fits", [])
         return fits
 
 
-class _Fit:
+class _TensorBoardFit:
     """The event file of one fit. After an error of the storage nothing more is written, and the training continues."""
 
     def __init__(self, folder: Path, run: DriverRun) -> None:
@@ -98,15 +99,14 @@ class _Fit:
     def epoch(self, row: Row) -> None:
         epoch, at = int(row["epoch"]), float(row["ended"])
         self._epochs = epoch + 1
-        values: dict[str, float | None] = {
-            tag_of(name): value for name, value in row.items() if name not in ("epoch", "ended")
-        }
-        values["workers"] = self._workers  # at each epoch, or a chart would draw a slope between two changes
+        given = {tag_of(name): value for name, value in row.items() if name not in ("epoch", "ended")}
+        values = {tag: float(value) for tag, value in given.items() if value is not None}
+        if self._workers is not None:
+            values["workers"] = self._workers  # at each epoch, or a chart would draw a slope between two changes
 
         def write() -> None:
             for tag, value in values.items():
-                if value is not None:
-                    self._writer.add_scalar(tag, float(value), epoch, at)
+                self._writer.add_scalar(tag, value, epoch, at)
 
         self._write(write)
 

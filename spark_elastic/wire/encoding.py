@@ -1,9 +1,8 @@
 """Messages as bytes: a line of JSON, the head, followed by the raw bytes of `payload` if the message has one.
 
-A sequence of records (the members of a world) is written by columns: an object with one list for each field. That is
-short, and read a column at a time. A long head is compressed. No message is ever unpickled. Decoding checks the type of
-each field, so invalid bytes raise `ProtocolError` and never reach the driver's state. What is done for each field is
-determined once for each type of message.
+A long head is compressed. No message is ever unpickled. Decoding checks the type of each field, so invalid bytes raise
+`ProtocolError` and never reach the driver's state. What is done for each field is determined once for each type of
+message.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import types
 import typing
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from spark_elastic.errors import ProtocolError
@@ -42,7 +41,6 @@ def encode(message: Message) -> bytes:
 
 
 _PLAIN_FIELDS: dict[type[Any], tuple[str, ...]] = {}
-_TABLES: dict[type[Any], dict[str, type[Any]]] = {}
 
 
 def _plain_fields(cls: type[Any]) -> tuple[str, ...]:
@@ -53,40 +51,8 @@ def _plain_fields(cls: type[Any]) -> tuple[str, ...]:
     return names
 
 
-def _tables(cls: type[Any]) -> dict[str, type[Any]]:
-    """Return the fields that are written by columns, with the type of their records."""
-    tables = _TABLES.get(cls)
-    if tables is None:
-        hints = typing.get_type_hints(cls)
-        found = {name: _record_type(hints[name]) for name in _plain_fields(cls)}
-        tables = _TABLES[cls] = {name: record for name, record in found.items() if record is not None}
-    return tables
-
-
-def _record_type(hint: Any) -> type[Any] | None:
-    """Return the type of the records of a sequence of records; None for other types."""
-    if typing.get_origin(hint) is not tuple:
-        return None
-    item = typing.get_args(hint)[0]
-    return typing.cast("type[Any]", item) if dataclasses.is_dataclass(item) else None
-
-
 def _values(value: Any) -> dict[str, Any]:
-    cls = type(value)
-    values = {name: getattr(value, name) for name in _plain_fields(cls)}
-    for name, record in _tables(cls).items():
-        values[name] = _columns(record, values[name])
-    return values
-
-
-def _columns(cls: type[Any], records: Sequence[Any]) -> dict[str, Any]:
-    """Return one list for each field of the records; for a field that is a record itself, an object of such lists."""
-    hints = typing.get_type_hints(cls)
-    columns = {}
-    for name in _plain_fields(cls):
-        column = [getattr(record, name) for record in records]
-        columns[name] = _columns(hints[name], column) if dataclasses.is_dataclass(hints[name]) else column
-    return columns
+    return {name: getattr(value, name) for name in _plain_fields(type(value))}
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), default=_values).encode
@@ -209,8 +175,7 @@ def _reader(hint: Any) -> _Reader:
         (arm,) = (each for each in typing.get_args(hint) if each is not type(None))
         return _optional(_reader(arm))
     if origin is tuple:
-        record = _record_type(hint)
-        return _list(typing.get_args(hint)[0]) if record is None else _table(record)
+        return _list(typing.get_args(hint)[0])
     if origin is dict:
         return _mapping(_reader(typing.get_args(hint)[1]))
     if dataclasses.is_dataclass(hint):
@@ -233,34 +198,6 @@ def _list(hint: Any) -> _Reader:
         return tuple(map(reader, value))
 
     return read
-
-
-def _table(cls: type[Any]) -> _Reader:
-    """Read a sequence of records from its columns, which must have the same length."""
-    hints = typing.get_type_hints(cls)
-    names = _plain_fields(cls)
-    assert len(names) == len(hints), f"{cls.__name__} has fields that are not written as JSON"
-    columns = {
-        name: _table(hints[name]) if dataclasses.is_dataclass(hints[name]) else _list(hints[name]) for name in names
-    }
-
-    def read(value: Any) -> tuple[Any, ...]:
-        if type(value) is not dict:
-            raise _Unexpected("expected an object with a list for each field")
-        values = _checked(value, columns)
-        lengths = {name: len(values[name]) for name in names}
-        if len(set(lengths.values())) > 1:
-            raise _Unexpected(f"columns of different lengths {lengths}")
-        try:
-            return tuple(map(cls, *(values[name] for name in names)))
-        except ValueError as error:
-            raise _Unexpected(str(error)) from None
-
-    return read
-
-
-def _column(hint: Any) -> _Reader:
-    return _table(typing.cast("type[Any]", hint)) if dataclasses.is_dataclass(hint) else _list(hint)
 
 
 def _mapping(reader: _Reader) -> _Reader:

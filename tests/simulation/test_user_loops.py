@@ -19,16 +19,16 @@ SEEDS = 1, 40
 
 BUGS = (
     Bug(
-        "a counter that is advanced before the step stays so",
-        "elastic/plain_values",
-        "trail[-count:] if count else []",
-        "()",
+        "values stay as they are where only the interrupted step is repeated",
+        "elastic/state",
+        "            self._handlers.assign_light_values((light, plain))\n",
+        "            pass\n",
     ),
     Bug(
-        "lists stay longer",
-        "elastic/plain_values",
-        "            out[name] = before\n        return out",
-        "        return out",
+        "plain values stay as they are when tensors return to the commit",
+        "elastic/handlers",
+        "self.plain.restore()",
+        "",
     ),
     Bug(
         "a commit copies nothing, and what is restored is what there is",
@@ -36,19 +36,42 @@ BUGS = (
         "        copy_all(self._copies, tensors)\n",
         "        self._copies = list(tensors)\n",
     ),
-    Bug("averages are moved twice", "elastic/steps", "    if failure.altered:", "    if False:"),
-    Bug("a failure anywhere is one of a reduction", "elastic/steps", "if not failure.in_reduction:", "if False:"),
+    Bug("a commit is followed by a mark", "elastic/state", "None if committed else self._handlers", "self._handlers"),
     Bug(
-        "plain values go back to the first check",
-        "elastic/state",
-        "None if committed else self._handlers.light_values()",
-        "self._resume_point.light or self._handlers.light_values()",
+        "parameters that were written to count as unchanged",
+        "torch/elastic/state",
+        "self._versions != self._parameter_versions()",
+        "False",
     ),
     Bug(
-        "a check between the passes of a step counts",
+        "a step that was applied counts as unchanged",
+        "elastic/mark",
+        "if any(self._counter.steps.values())",
+        "if False",
+    ),
+    Bug(
+        "a step that has begun counts as unchanged",
         "torch/elastic/state",
-        "if each._reducer.accumulating]",
-        "if False]",
+        "                steps._begun = True\n",
+        "                pass\n",
+    ),
+    Bug(
+        "running means of the interrupted step stay",
+        "torch/elastic/state",
+        "            copy_all(handler.buffers(), self._buffers.get(name, []))\n",
+        "            pass\n",
+    ),
+    Bug(
+        "plain values go back to the first mark",
+        "elastic/state",
+        "None if committed else self._handlers.light_values()",
+        "None if committed else self._mark or self._handlers.light_values()",
+    ),
+    Bug(
+        "a mark between the passes of a step counts",
+        "torch/elastic/state",
+        "if each._reducer.accumulating",
+        "if False",
     ),
 )
 

@@ -22,8 +22,8 @@ RATE = 0.04
 
 
 @contextmanager
-def failing(seed: int) -> Iterator[None]:
-    """Make reductions of gradients, broadcasts and sums fail at random."""
+def failing(seed: object, rate: float = RATE) -> Iterator[None]:
+    """Make reductions of gradients, broadcasts and sums fail at random, before them or after them."""
     import spark_elastic.torch as hvd
     from spark_elastic.errors import HorovodInternalError
     from spark_elastic.torch.gradients import BackwardReducer
@@ -32,9 +32,13 @@ def failing(seed: int) -> Iterator[None]:
 
     def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if rng.random() < RATE:
+            drawn = rng.random()
+            if drawn < rate / 2:
                 raise HorovodInternalError("a simulated peer is gone")
-            return plain(*args, **kwargs)
+            result = plain(*args, **kwargs)
+            if drawn < rate:  # the others have the result
+                raise HorovodInternalError("a simulated peer is gone")
+            return result
 
         return call
 

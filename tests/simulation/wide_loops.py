@@ -3,8 +3,11 @@
     python -m tests.simulation.wide_loops FIRST LAST
 
 Prints the first of these seeds whose loop ended differently, if there is one. The loops have two optimizers, closures,
-gradient scalers and clipping, lists and dictionaries, metrics, samplers, schedules, target networks. Checks for updated
-hosts fail at random as well, or leave the loop as for a newcomer.
+gradient scalers and clipping, gradients applied by hand, lists and dictionaries, metrics, samplers, schedules, averages
+and target networks. Checks for updated hosts fail at random as well, or leave the loop as for a newcomer.
+
+Only rank 0 contributes gradients, so the final tensors are those of one process, to the last bit, for any number of
+ranks (with a sampler rank 0 sees other rows). `tests/unit/torch/test_random_loops.py` runs these loops on several.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +49,7 @@ def loop_of(seed: int) -> Loop:
     rng = random.Random(seed)
     commit_every, checks = rng.choice([1, 1, 3, 7, 0]), rng.random() < 0.4
     return Loop(
-        kind=rng.choice(["plain", "plain", "two optimizers", "closure", "scaler", "clip"]),
+        kind=rng.choice(["plain", "two optimizers", "closure", "closure twice", "scaler", "clip", "by hand"]),
         commit_every=commit_every,
         checks=checks,
         counts=rng.choice(["before", "after"]),
@@ -55,8 +58,8 @@ def loop_of(seed: int) -> Loop:
         schedule=rng.choice(["", "batch", "epoch", "plateau"]),
         sampler=rng.choice(["", "before", "after"]),
         drop_last=rng.random() < 0.5,
-        average=rng.choice(["", "average", "target"]),
-        skipped=rng.choice([0, 2]) if checks or commit_every == 1 else 0,
+        average=rng.choice(["", "before", "after", "target"]),
+        skipped=rng.choice([0, 2]),
         validates_every=rng.choice([0, 5]),
         commits_epochs=rng.random() < 0.6,
         passes=rng.choice([1, 2]),
@@ -79,18 +82,37 @@ class Metric:
         self.count, self.sums, self.by_kind = values["count"], list(values["sums"]), dict(values["by_kind"])
 
 
-def train(seed: int) -> dict[str, Any]:
-    """Run the loop of this seed, and return its final values by kind."""
+def twice(kind: type) -> type:
+    """Return a subclass of an optimizer that makes two steps in one, with an evaluation of the closure for each."""
+
+    class Twice(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return super().step(closure)
+
+    return Twice
+
+
+def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] | None = None) -> dict[str, Any]:
+    """Run the loop of this seed, and return its final values by kind.
+
+    Args:
+        observe: It is called with a function that returns a digest of the whole state, and returns a function to call
+            whenever the loop's function begins.
+    """
     import torch
 
     import spark_elastic.torch as hvd
 
     hvd.init()
     how = loop_of(seed)
+    entered = None
     torch.manual_seed(seed)
     x = torch.randn(BATCHES * ROWS + 2, 6)
     y = x.sum(1, keepdim=True)
     middle = random.Random(seed + 1).choice([torch.nn.Tanh, lambda: torch.nn.BatchNorm1d(4)])
+    if how.sampler:  # a batch may have a single row
+        middle = torch.nn.Tanh
 
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 4), middle(), torch.nn.Linear(4, 1))
@@ -101,9 +123,10 @@ def train(seed: int) -> dict[str, Any]:
     adam = random.Random(seed + 2).random() < 0.5
 
     def optimizer_of(module: torch.nn.Module) -> Any:
-        params = module.parameters()
-        plain = torch.optim.Adam(params, lr=0.02) if adam else torch.optim.SGD(params, lr=0.02, momentum=0.9)
-        return hvd.DistributedOptimizer(plain, backward_passes_per_step=passes)
+        kind = torch.optim.Adam if adam else torch.optim.SGD
+        kind = twice(kind) if how.kind == "closure twice" else kind
+        plain = kind(module.parameters(), lr=0.02, **({} if adam else {"momentum": 0.9}))
+        return hvd.DistributedOptimizer(plain, backward_passes_per_step=passes, op=hvd.Sum)
 
     optimizer, other = optimizer_of(model), optimizer_of(second)
     plateau = how.schedule == "plateau"
@@ -121,7 +144,12 @@ def train(seed: int) -> dict[str, Any]:
     state = hvd.elastic.TorchState(model, optimizer, batch=0, epoch=0, seen=0, log=[], best=1e9, counts=counts, **more)
 
     def loss_of(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(module(inputs), targets)
+        return torch.nn.functional.mse_loss(module(inputs), targets) * float(hvd.rank() == 0)
+
+    def follow(share: float) -> None:
+        with torch.no_grad():
+            for own, new in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(new, share)
 
     def count(when: str, number: int) -> None:
         if how.counts == when:
@@ -138,7 +166,15 @@ def train(seed: int) -> dict[str, Any]:
 
     def step(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> None:
         optimizer.zero_grad()
-        if how.kind == "closure":
+        if how.average == "before":
+            follow(0.1)
+        if how.kind == "by hand":
+            for param in model.parameters():
+                (grad,) = torch.autograd.grad(loss_of(model, inputs, targets), param)
+                reduced = hvd.allreduce(grad, op=hvd.Sum)
+                with torch.no_grad():
+                    param.sub_(0.02 * reduced)
+        elif how.kind in ("closure", "closure twice"):
 
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
@@ -149,7 +185,7 @@ def train(seed: int) -> dict[str, Any]:
             optimizer.step(closure)
         elif how.kind == "scaler":
             loss = loss_of(model, inputs, targets)
-            if state.epoch == 1 and number in (4, 5):
+            if state.epoch == 1 and number in (4, 5) and hvd.rank() == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             optimizer.synchronize()
@@ -173,10 +209,8 @@ def train(seed: int) -> dict[str, Any]:
             other.step()
         if how.schedule == "batch":
             schedule.step()
-        if how.average == "average":
-            with torch.no_grad():
-                for own, new in zip(average.parameters(), model.parameters(), strict=True):
-                    own.lerp_(new, 0.1)
+        if how.average == "after":
+            follow(0.1)
         elif how.average == "target" and number % 4 == 3:
             average.load_state_dict(model.state_dict())
 
@@ -191,7 +225,7 @@ def train(seed: int) -> dict[str, Any]:
         if how.counts == "after":
             state.batch += 1
         if how.validates_every and state.batch % how.validates_every == 0:
-            state.best = min(state.best, hvd.allreduce(torch.tensor(1.0 / state.seen)).item())
+            state.best = min(state.best, hvd.allreduce(torch.tensor(1.0 / state.seen), op=hvd.Max).item())
         if how.commit_every and state.batch % how.commit_every == 0:
             state.commit()
         elif how.checks:
@@ -199,6 +233,8 @@ def train(seed: int) -> dict[str, Any]:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
+        if entered is not None:
+            entered()
         while state.epoch < EPOCHS:
             if how.sampler:
                 for number, (inputs, targets) in enumerate(loader):
@@ -217,24 +253,30 @@ def train(seed: int) -> dict[str, Any]:
             sampler.set_epoch(state.epoch)
             if how.commits_epochs:
                 state.commit()
+        hvd.barrier()  # no rank is past the loop while another one may still be called again
 
+    def outcome() -> dict[str, Any]:
+        tensors = [t for module in (model, second, average) for t in module.state_dict().values()]
+        tensors += [t for o in (optimizer, other) for s in o.state.values() for t in s.values() if torch.is_tensor(t)]
+        digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+        schedule_at = {key: value for key, value in schedule.state_dict().items() if key != "_step_count"}
+        plain = state.batch, state.epoch, state.seen, state.log, state.best, state.counts
+        return {
+            "tensors": digest,
+            "values": str(plain),
+            "others": str((metric.state_dict(), scaler.state_dict(), schedule_at, optimizer.param_groups[0]["lr"])),
+            "rows": str((sampler.epoch, sampler.processed_num)),
+        }
+
+    entered = observe(lambda: str(outcome())) if observe is not None else None
     loop(state)
-    tensors = [t for module in (model, second, average) for t in module.state_dict().values()]
-    tensors += [t for o in (optimizer, other) for s in o.state.values() for t in s.values() if torch.is_tensor(t)]
-    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
-    schedule_at = {key: value for key, value in schedule.state_dict().items() if key != "_step_count"}
-    plain = state.batch, state.epoch, state.seen, state.log, state.best, state.counts
-    return {
-        "tensors": digest,
-        "values": str(plain),
-        "others": str((metric.state_dict(), scaler.state_dict(), schedule_at, optimizer.param_groups[0]["lr"])),
-        "rows": str((sampler.epoch, sampler.processed_num)),
-    }
+    return outcome()
 
 
 @contextmanager
-def checks_failing(seed: int) -> Iterator[None]:
+def checks_failing(seed: object, rate: float = RATE) -> Iterator[None]:
     """Make checks for updated hosts fail at random, or report that a newcomer is ready."""
+    import spark_elastic.torch as hvd
     from spark_elastic.elastic.loop import CollectiveFrontend
     from spark_elastic.errors import HorovodInternalError
 
@@ -242,9 +284,9 @@ def checks_failing(seed: int) -> Iterator[None]:
 
     def agree_on_update(self: Any) -> bool:
         drawn = rng.random()
-        if drawn < RATE / 2:
+        if drawn < rate / 2:
             raise HorovodInternalError("a simulated peer is gone")
-        return drawn < RATE
+        return plain(self) if hvd.size() > 1 else drawn < rate
 
     plain = CollectiveFrontend.agree_on_update
     CollectiveFrontend.agree_on_update = agree_on_update  # type: ignore[method-assign]

@@ -293,7 +293,7 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
         )
         if problems and not isinstance(job, Fit):
             print("the job's last events:", *job.events()[-80:], sep="\n  ", flush=True)
-        allowed = random_kills.loop_of(seed).commit_every if loop == "exact" else 0
+        allowed = 2 * random_kills.loop_of(seed).commit_every if loop == "exact" else 0
         return verdict_of(applied, allowed, worlds, began, ended, problems), done
 
 

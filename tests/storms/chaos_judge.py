@@ -64,8 +64,7 @@ def repeated_steps(applied: Sequence[Entry], allowed: int) -> tuple[int, list[st
     """Look for steps that a worker applied although it had applied them before.
 
     Args:
-        allowed: How many steps a worker may go back to its last commit, if a collective of the loop's own was
-            interrupted. 0: the loop has none between its commits.
+        allowed: How many steps a worker may go back to its last commit. 0: the loop marks each step.
 
     Returns: the number of steps that were applied again, and in words where a worker went back by more.
     """

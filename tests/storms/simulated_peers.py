@@ -154,8 +154,8 @@ class Agent:
         self.host = self.slot // self.shared.workers_a_host
         number = self.host + 1
         self.address = f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
-        self._own = os.urandom(136)
-        """What Gloo announces of this worker: an address, the same in each world."""
+        self._own = os.urandom(100) + bytes(36)
+        """What Gloo announces of this worker, the same in each world. As compact as an address with its padding."""
         self._next_number = 0
         """The number that Gloo's device here gives to its next connection."""
 
@@ -222,7 +222,8 @@ class Agent:
         value = json.dumps(["cpu", "", compact(self._own + numbers)])
         rank = world.member(self.worker_id).rank
         self.worker.send(wire.KvGather(world.round, "global", rank, world.size, value))
-        self._worker_beat()
+        if rank < 2:  # as `ChannelLink.report_version` does
+            self._worker_beat()
 
     def _worker_beat(self) -> None:
         if self.worker is not None:

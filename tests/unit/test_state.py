@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -405,13 +404,3 @@ def test_a_custom_state_that_broadcasts_without_bcast_object_is_named():
     frontend = ScriptedFrontend(FIRST)
     with pytest.raises(StateNotMovableError, match=r"Own\.sync\(\) does not broadcast its values with self\._bcast"):
         again(frontend, lambda: run_own(frontend, through=False))
-
-
-def test_an_error_of_a_collective_keeps_its_fields_when_it_is_pickled():
-    plain = HorovodInternalError("a peer is gone")
-    assert (plain.in_reduction, plain.mid_update, plain.reducer) == (False, False, None)
-    error = HorovodInternalError("a peer is gone")
-    error.in_reduction, error.reducer = True, threading.Lock()  # what cannot be pickled stays behind
-    copied = pickle.loads(pickle.dumps(error))
-    assert (str(copied), copied.in_reduction, copied.mid_update) == ("a peer is gone", True, False)
-    assert copied.reducer is None

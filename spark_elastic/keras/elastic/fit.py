@@ -82,8 +82,8 @@ class UpdateEpochStateCallback(_StateCallback):
 class CommitStateCallback(_StateCallback):
     """Commits every `batches_per_commit` batches and after each epoch; leaves `fit` when the world is about to change.
 
-    Training can resume after every batch without a return to the commit. The check for updated hosts comes before the
-    next batch, not after this one, so that no other callback misses the end of a batch or an epoch.
+    Each batch is a mark, from which training resumes without a return to the commit. The check for updated hosts comes
+    before the next batch, not after this one, so that no other callback misses the end of a batch or an epoch.
     """
 
     def __init__(self, state: KerasState, batches_per_commit: int | None = 1) -> None:
@@ -96,6 +96,7 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
+        self.session.marks = True
         self._since_commit = 0
         self._epoch_ended = False
 
@@ -115,7 +116,7 @@ class CommitStateCallback(_StateCallback):
         if self.batches_per_commit is not None and self._since_commit >= self.batches_per_commit:
             self._commit()
         else:
-            self.state.resume_here()
+            self.state.mark_here()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
@@ -133,6 +134,7 @@ class CommitStateCallback(_StateCallback):
     def _commit(self) -> None:
         self._since_commit = 0
         self.state.commit_here()
+        self.state.mark_here()  # the next execution may have several steps, of which some are applied before a failure
 
 
 class ElasticCallback(CommitStateCallback):
@@ -143,8 +145,8 @@ class ElasticCallback(CommitStateCallback):
     Args:
         state: A state that was created with `batch=0` and `epoch=0`.
         batches_per_commit: Batches from one commit to the next; None: commit after each epoch only. In both cases a
-            lost worker costs no step: training returns to a commit only if the collective that failed was called by a
-            callback or by the loop itself.
+            lost worker costs no step, because each step is a mark: training returns to a commit only if a collective
+            fails that another callback calls between a step and its mark.
     """
 
     counts_batches = True

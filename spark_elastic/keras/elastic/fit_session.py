@@ -80,10 +80,8 @@ class FitCallbacks:
     """
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
-        self.attached: Callable[[], None] = lambda: None
-        """A function to call when a `fit` with callbacks of this package begins."""
         self.detached: Callable[[], None] = lambda: None
-        """A function to call when such a `fit` has ended."""
+        """A function to call when a `fit` with callbacks of this package has ended."""
         self.after_batch: Callable[[], None] | None = None
         """A function to call when the end of the present batch has reached all callbacks."""
         self._epoch = epoch
@@ -147,7 +145,6 @@ class FitCallbacks:
                 if isinstance(callback, getattr(keras.callbacks, name, ())):
                     raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
         self._attached = callbacks
-        self.attached()
         around = {
             "on_train_begin": self._train_begins,
             "on_train_end": self._train_ends,
@@ -254,10 +251,11 @@ class FitSession:
 
     Args:
         state: The state.
-        totals: A function that returns the steps of each optimizer so far; None in the middle of a step.
     """
 
-    def __init__(self, state: Any, totals: Callable[[], dict[str, int] | None]) -> None:
+    def __init__(self, state: Any) -> None:
+        self.marks = False
+        """A `fit` runs whose callbacks mark the state after each batch."""
         self.counts_batches = False
         self.counts_epochs = False
         self.nothing_left = False
@@ -269,9 +267,6 @@ class FitSession:
         self.global_batch: int | None = None
         """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state
-        self._totals = totals
-        self._noted: tuple[dict[str, int], int] | None = None
-        """Steps of each optimizer when `state.batch` was last set, and the value that it was set to."""
         self._planned: int | None = None
         """The state's epoch at which the `fit` that runs, or that was left by an error, ends; None if it has ended."""
         self._running: tuple[Any, list[Any], list[Any]] | None = None
@@ -307,8 +302,6 @@ class FitSession:
             self._batches_before = 0
         self._ended = self._last = None
         set_resume_point(model, FitResumePoint(self._offset, self._batches_before))
-        if self.counts_batches:
-            self._note_batch()
 
     def _plan(self, end: int) -> None:
         """Note the state's epoch at which this `fit` ends; warn if it is later than before `fit` was left."""
@@ -327,7 +320,6 @@ class FitSession:
         self._last = batch
         if self.counts_batches:
             self._state.batch = self._batches_before + batch + 1
-            self._note_batch()
         self.batches += 1
 
     def epoch_ends(self, epoch: int) -> None:
@@ -338,34 +330,17 @@ class FitSession:
             self._state.epoch = epoch + (self._offset or 0) + 1
         if self.counts_batches:
             self._state.batch = 0
-            self._note_batch()
-
-    def _note_batch(self) -> None:
-        totals = self._totals()
-        if totals is not None:
-            self._noted = totals, self._state.batch
 
     # --- called when a step has failed, or the loop is left ---------------------------------------
 
     def fit_ends(self) -> None:
         """Handle the end of a `fit` with callbacks of this package."""
-        self._noted = None
+        self.marks = False
         self._planned = None
-
-    def count_applied_batches(self, totals: dict[str, int], passes: int) -> None:
-        """Set `state.batch` to the number of applied batches, also if only some steps of one execution were applied.
-
-        Args:
-            totals: Steps of each optimizer so far.
-            passes: Batches of one step.
-        """
-        if self._noted is not None:
-            then, batch = self._noted
-            missed = max((total - then.get(name, 0) for name, total in totals.items()), default=0)
-            self._state.batch = batch + missed * passes
 
     def keep_running_metrics(self) -> None:
         """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
+        self.marks = False
         counting = self._metrics_variables()
         self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
 

@@ -27,6 +27,7 @@ class VariablesHandler(StateHandler):
         variables_of: A function that returns the variables of a value.
     """
 
+    observed = True
     staged = True
 
     def __init__(
@@ -148,12 +149,12 @@ class ModelHandler(VariablesHandler):
         super().restore()
         backend.restore_values(*self._metrics)
 
-    def step_variables(self, metrics: bool) -> list[Variable]:
+    def step_variables(self) -> list[Variable]:
         """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""
         # without a frozen layer's weights: they may be large, and nothing changes them
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
-        return own + list(self.value.metrics_variables) if metrics else own
+        return own + list(self.value.metrics_variables)
 
 
 class MadeFor(NamedTuple):
@@ -234,9 +235,8 @@ class KerasStateDictHandler(StateDictHandler):
             reset()
 
 
-def list_handler(variables: list[Variable]) -> VariablesHandler:
-    """Return the handler of a list of variables."""
-    return VariablesHandler(variables, "the list of variables", list)
+class VariableList(list[Variable]):
+    """A value of a state that consists of variables in a fixed order."""
 
 
 def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
@@ -249,6 +249,8 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariablesHandler(value, "the metric")
     if isinstance(value, keras.layers.Layer):  # models are layers
         return ModelHandler(value)
+    if isinstance(value, VariableList):
+        return VariablesHandler(value, "the list of variables", list)
     if isinstance(value, keras.Variable):
         return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spark_elastic.collective import fused
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.plain_values import CountingProbe
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import backend
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.fit_session import FitCallbacks, FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler, handler_for
-from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps, save_new
+from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps
 from spark_elastic.keras.optimizer import reduces
 
 log = logging.getLogger("spark_elastic.keras")
@@ -26,9 +24,10 @@ log = logging.getLogger("spark_elastic.keras")
 class KerasState(ElasticState):
     """A model, its optimizer and plain values, each a keyword argument and then an attribute.
 
-    Steps are counted by the optimizers, so that each step of an execution with several (`steps_per_execution`) counts.
-    If the reduction of a step fails, the running means, seeds and metrics of the model return to their values before
-    that step. A metric outside of the model, in a loop of your own, keeps what that step has added to it.
+    Steps are counted by the optimizers. A mark copies the variables that nothing trains: running means, seeds, metrics.
+    In `model.fit` with this package's callbacks each step is a mark, also within an execution of several
+    (`steps_per_execution`). Training returns to the last commit if an optimizer has stepped since the mark, or if the
+    state has trainable variables that none of its optimizers trains, such as those of a target network.
 
     Args:
         model: A Keras model, built or not, compiled or not.
@@ -36,6 +35,7 @@ class KerasState(ElasticState):
         kwargs: More models, optimizers, metrics and variables, and anything else to keep, such as batch=0 and epoch=0.
     """
 
+    _steps: KerasSteps
     model: Any
     optimizer: Any
     batch: Any
@@ -44,126 +44,53 @@ class KerasState(ElasticState):
     """The values of the callbacks of `fit`."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(*keras_parts(self, model, optimizer, kwargs))
+        def choose_handler(value: Any) -> StateHandler | None:
+            return handler_for(value, models)
 
+        def models() -> dict[str, Any]:
+            return {name: handler.value for name, handler in self._handlers.of(ModelHandler).items()}
 
-def keras_parts(
-    state: ElasticState,
-    model: Any,
-    optimizer: Any,
-    values: Mapping[str, Any],
-    more_handlers: Callable[[Any], StateHandler | None] = lambda value: None,
-) -> tuple[Callable[[Any], StateHandler | None], type[LoopWatch], type[OptimizerSteps], dict[str, Any]]:
-    """Return the arguments of `ElasticState` for a state of Keras' objects.
+        if optimizer is None:
+            optimizer = getattr(model, "optimizer", None)
+        memory = FitCallbacks(lambda: self.__dict__.get("epoch"))
+        own = {"model": model, "optimizer": optimizer, "fit_callbacks": memory}
+        super().__init__(choose_handler, KerasSteps, {**own, **kwargs})
 
-    Args:
-        state: The state that is being created.
-        model: A model, or None.
-        optimizer: An optimizer; None: the model's.
-        values: More values by name.
-        more_handlers: A function that returns the handler of a value, or None to choose it by the value's type.
-    """
+    # --- called by the loop ---------------------------------------------------------------------
 
-    def choose_handler(value: Any) -> StateHandler | None:
-        return more_handlers(value) or handler_for(value, models)
+    def _before_joining(self) -> None:
+        self._steps.rehearse()
 
-    def models() -> dict[str, Any]:
-        return {name: handler.value for name, handler in state._handlers.of(ModelHandler).items()}
+    def _recover(self, error: HorovodInternalError) -> None:
+        self.fit_callbacks.left()
+        super()._recover(error)
+        self._steps.fit.keep_running_metrics()
 
-    if optimizer is None:
-        optimizer = getattr(model, "optimizer", None)
-    memory = FitCallbacks(lambda: state.__dict__.get("epoch"))
-    own = {"model": model, "optimizer": optimizer, "fit_callbacks": memory}
-    return choose_handler, KerasLoopWatch, KerasSteps, {**own, **values}
+    def _interrupted(self) -> None:
+        self.fit_callbacks.left()
+        super()._interrupted()
+        self._steps.fit.keep_running_metrics()
 
-
-class KerasLoopWatch(LoopWatch):
-    """Observes a user's own loop through its gradient reductions, except during a `fit` with this package's callbacks.
-
-    Inside of a `tf.function` no Python runs when an optimizer steps, but each reduction of gradients calls Python. The
-    step counts of the optimizers tell whether steps were applied since the reduction before.
-    """
-
-    def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
-        super().__init__(handlers, counter)
-        self.watching = False
-        self._probe = CountingProbe()
-        self._entered: tuple[int, ...] | None = None
-        """Steps applied when the last step was entered; None before the first since the loop was called."""
-        self._at_first: tuple[int, ...] = ()
-        """Steps applied when the first step was entered."""
-
-    def begin(self) -> None:
-        self.end()
-        self.watching = True
-        self._entered = None
-        self._probe.begin()
-        self.log.begin(self._values())
-        fused.on_reduction.append(self._reduction_begins)
-
-    def end(self) -> None:
-        super().end()
-        if self.watching:
-            self.watching = False
-            fused.on_reduction.remove(self._reduction_begins)
-
-    def amid(self, error: HorovodInternalError) -> bool:
-        return self.watching and self._probe.several_steps
-
-    def _reduction_begins(self) -> None:
-        save_new(self._handlers)
-        steps = tuple(int(handler.steps_applied()) for handler in self._handlers.of(OptimizerHandler).values())
-        if steps == self._entered:
-            return  # another reduction of the same step, such as that of a second tape
-        if self._entered is not None:
-            self.log.stepped_meanwhile()
-        self._entered = steps
-        values = self._values()
-        self.log.entering(values.__getitem__)
-        self._probe_counting(steps, values)
-
-    def _probe_counting(self, steps: tuple[int, ...], values: dict[str, Any]) -> None:
-        """Compare the values at the steps of the first round, which ends when all optimizers in use have stepped.
-
-        An optimizer that has not stepped when another one steps twice is not in use.
-        """
-        if not self._probe.started:
-            self._at_first = steps
-            self._probe.start(values)
-        elif not self._probe.settled:
-            since = [now - then for now, then in zip(steps, self._at_first, strict=True)]
-            others_idle = max(since) > 1
-            if not others_idle:
-                self._probe.compare(values)
-            if others_idle or len(set(since)) == 1:
-                self._probe.settle()
-
-    def _values(self) -> dict[str, Any]:
-        """Return copies of the plain values; a model or optimizer that is None is not one of them."""
-        found = self._handlers.plain.copies()
-        return {name: value for name, value in found.items() if value is not None or name not in ("model", "optimizer")}
+    def _loop_over(self) -> None:
+        super()._loop_over()
+        self.fit_callbacks.over()
+        self._steps.fit.fit_ends()
+        self._steps.snapshots.unwrap()
 
 
 class KerasSteps(OptimizerSteps):
     """Reads the step counts of Keras' optimizers, and undoes what an unfinished step has done to models and metrics."""
 
-    def __init__(self, handlers: Handlers, counter: StepCounter, watch: KerasLoopWatch) -> None:
-        super().__init__(handlers, counter, watch)
-        self.fit = FitSession(handlers.owner, self._totals_at_boundary)
-        self.snapshots = SnapshottedSteps(handlers, self.fit)
+    def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
+        super().__init__(handlers, counter)
         self._state: Any = handlers.owner
-        self._own_loop = watch
+        self.fit = FitSession(self._state)
+        self.snapshots = SnapshottedSteps(handlers, self.fit)
         self._polled: dict[str, int] = {}
         """The step count of each optimizer when it was last read."""
-        self._totals: dict[str, int] = {}
-        """Steps of each optimizer since the state was made."""
-        self._put_off = 0
-        """The number of checks in a row that came between the passes of a step."""
-        memory: FitCallbacks = self._state.fit_callbacks
-        memory.attached = watch.end
-        memory.detached = self._fit_ends
-
-    # --- the values -----------------------------------------------------------------------------
+        self._copies: tuple[list[Any], list[Any]] | None = None
+        """The variables that nothing trains, and their values at the mark; None in `fit`, whose steps copy them."""
+        self._state.fit_callbacks.detached = self.fit.fit_ends
 
     def attach(self, name: str) -> None:
         handler = self._handlers.by_name[name]
@@ -171,11 +98,24 @@ class KerasSteps(OptimizerSteps):
             self._counter.steps.setdefault(name, 0)
             self._polled[name] = int(handler.steps_applied())
 
-    def before_save(self) -> None:
-        self._build_optimizer()
-        self.poll()
+    def count(self, replaced: bool = False) -> None:
+        self._adopt_optimizer()
+        if replaced:
+            self.snapshots.discard()
+            self._copies = None
+        elif self._counter.version is None or self._counter.alone:
+            return
+        taken = 0
+        for name, handler in self._handlers.of(OptimizerHandler).items():
+            now = int(handler.steps_applied())
+            since = 0 if replaced else max(now - self._polled[name], 0)
+            self._polled[name] = now
+            self._counter.steps[name] += since
+            taken += since
+        if taken:
+            self._counter.advance(taken)
 
-    def before_sync(self) -> None:
+    def _adopt_optimizer(self) -> None:
         """Replace the state's optimizer by that of the model, which may have been compiled after the state was created.
 
         Under mixed_float16 `compile` puts a `LossScaleOptimizer` around the optimizer that it is given.
@@ -183,14 +123,11 @@ class KerasSteps(OptimizerSteps):
         values = self._state.__dict__
         compiled = getattr(values.get("model"), "optimizer", None)
         own = values.get("optimizer")
-        if compiled is None or compiled is own:
-            return
-        if own is None:
+        if compiled is not None and own is None:
             self._handlers.adopt("optimizer", compiled)
-            if "optimizer" not in self._handlers.by_name:
-                return
-            self.attach("optimizer")
-        elif getattr(compiled, "inner_optimizer", None) is own:
+            if "optimizer" in self._handlers.by_name:
+                self.attach("optimizer")
+        elif compiled is not own and getattr(compiled, "inner_optimizer", None) is own:
             self._state.optimizer = compiled
         self._build_optimizer()
 
@@ -203,89 +140,50 @@ class KerasSteps(OptimizerSteps):
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
 
-    def values_replaced(self) -> None:
-        for name, handler in self._handlers.of(OptimizerHandler).items():
-            self._polled[name] = int(handler.steps_applied())
-        self.snapshots.discard()
+    def passes_begun(self) -> int:
+        return max((steps.passes for steps in self._accumulating() if not bool(steps.at_boundary())), default=0)
 
-    # --- steps ----------------------------------------------------------------------------------
-
-    def poll(self) -> None:
-        if self._counter.version is None or self._counter.alone:
-            return
-        taken = 0
-        for name, handler in self._handlers.of(OptimizerHandler).items():
-            now = int(handler.steps_applied())
-            since = max(now - self._polled[name], 0)
-            self._polled[name] = now
-            self._counter.steps[name] += since
-            self._totals[name] = self._totals.get(name, 0) + since
-            taken += since
-        if taken:
-            self._counter.advance(taken)
-
-    def may_mark(self) -> bool:
-        """Return True if no optimizer holds gradients of some but not all passes of a step."""
-        return all(bool(steps.at_boundary()) for steps in self._accumulating())
-
-    def may_leave(self) -> bool:
-        """Return False between the passes of a step, whose gradients would be lost, unless every check comes there."""
-        if self.may_mark():
-            self._put_off = 0
-            return True
-        self._put_off += 1
-        return self._put_off > 2 * max(steps.passes for steps in self._accumulating())
-
-    def since_resume_point(self) -> list[int]:
-        """Return the steps of each optimizer, without unused ones.
-
-        `compile` adds a plain optimizer, which never steps, to a model whose train step has optimizers of its own.
-        """
-        handlers = self._handlers.of(OptimizerHandler)
-        distributed = any(reduces(handler.value) for handler in handlers.values())
-        idle = {
-            name
-            for name, handler in handlers.items()
-            if distributed and not reduces(handler.value) and int(handler.steps_applied()) == 0
-        }
-        return [steps for name, steps in self._counter.steps.items() if name not in idle]
-
-    def resume_point(self, called: bool) -> None:
+    def mark(self) -> None:
         if self._counter.in_loop and not self.snapshots.wrapped:
             self.snapshots.wrap()
-        elif self._own_loop.watching and not called:
-            self.snapshots.take_own(0)  # changes between the step and this point are kept
+        if self.fit.marks:
+            self._copies = None
+        else:
+            variables = self.snapshots.untrained()
+            self._copies = variables, backend.copy_values(variables)
+
+    def undo(self, plain: dict[str, Any]) -> str:
+        self.count()
+        for steps in self._accumulating():
+            steps.drop()
+        changed = super().undo(plain)
+        if self.fit.marks and self.snapshots.restore():
+            changed = ""
+            if self.fit.counts_batches and "batch" in plain:  # several steps of one execution may have been applied
+                passes = max((steps.passes for steps in self.snapshots.reducing()), default=1)
+                plain["batch"] += max(self._counter.steps.values()) * passes
+        if not changed and (unobserved := self._unobserved()):
+            return f"no optimizer in the state trains {unobserved[0]}, which may have changed"
+        if not changed and not self.fit.marks:
+            if self._copies is None:
+                return "model.fit has ended since the last mark"
+            backend.restore_values(*self._copies)
+        return changed
 
     def _accumulating(self) -> list[Any]:
         return [steps for steps in self.snapshots.reducing() if steps.passes > 1]
 
-    def _totals_at_boundary(self) -> dict[str, int] | None:
-        if not self.may_mark():
-            return None
-        self.poll()
-        return dict(self._totals)
+    def _unobserved(self) -> list[str]:
+        """Return the paths of trainable variables that no optimizer in the state trains."""
+        optimizers = [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+        trained = {id(backend.native(v)) for each in optimizers for v in getattr(each, "_trainable_variables", ())}
+        others = [h for h in self._handlers.of(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
+        variables = [v for handler in others for v in handler.variables() if v.trainable]
+        return [backend.describe(v).path for v in variables if id(backend.native(v)) not in trained]
 
-    # --- a step that failed ---------------------------------------------------------------------
+    # --- a newcomer -----------------------------------------------------------------------------
 
-    def function_left(self) -> None:
-        self._state.fit_callbacks.left()
-        self.poll()
-
-    def undo_step(self, choice: Recovery) -> None:
-        if choice is not Recovery.COMMIT and self.snapshots.restore():
-            log.info("put back the variables that the unfinished step had changed")
-        if choice is Recovery.LIVE:
-            passes = max((steps.passes for steps in self.snapshots.reducing()), default=1)
-            self.fit.count_applied_batches(self._totals, passes)
-
-    def drop_unfinished(self) -> None:
-        for steps in self._accumulating():
-            steps.drop()
-        self.fit.keep_running_metrics()
-
-    # --- the loop -------------------------------------------------------------------------------
-
-    def before_joining(self) -> None:
+    def rehearse(self) -> None:
         """Trace the train step and run it once, on rows of the training data; the values are as before afterwards.
 
         A graph's first run creates kernels and threads, which takes longer than the steps that follow.
@@ -331,15 +229,6 @@ class KerasSteps(OptimizerSteps):
             for metric in model.metrics:  # the first step may have made some of their variables
                 metric.reset_state()
             self.snapshots.discard()
-
-    def loop_over(self) -> None:
-        self._state.fit_callbacks.over()
-        self.snapshots.unwrap()
-
-    def _fit_ends(self) -> None:
-        self.fit.fit_ends()
-        if self._counter.in_loop and not self._counter.alone:
-            self._own_loop.begin()
 
 
 def _trace(train_function: Callable[[Any], Any], nothing: Any) -> None:

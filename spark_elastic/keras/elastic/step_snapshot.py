@@ -1,4 +1,4 @@
-"""Snapshots of what a step changes besides through its optimizer, so that an unfinished step can be undone.
+"""Snapshots that the steps of `model.fit` take at their start, so that an unfinished step can be undone.
 
 A step updates running means, seeds and metrics before the reduction of its gradients, or in a graph in parallel to it.
 So these few variables are copied at the start of each step, inside of the same graph, together with the number of steps
@@ -55,35 +55,34 @@ class StepSnapshot:
                 zeros = functools.partial(tf.zeros, own.shape, own.dtype)
                 self._copies[id(variable)] = tf.Variable(zeros, trainable=False)
 
-    def take(self, begins: Any = True, ahead: int = 0) -> None:
+    def take(self, begins: Any) -> None:
         """Take the snapshot at the start of a step; in a graph, it becomes part of the step.
 
         Args:
             begins: True at the first pass of a step; in a graph, a tensor.
-            ahead: Steps that will be counted before the next step starts.
         """
         if BACKEND == "torch":
             if begins:
                 self._copies = dict(zip(map(id, self._copied), backend.copy_values(self._copied), strict=True))
-                self._at = int(self._steps()) + ahead
+                self._at = int(self._steps())
         elif begins is True:
-            self._take_in_tensorflow(ahead)
+            self._take_in_tensorflow()
         else:
             import tensorflow as tf
 
             def take() -> Any:
-                self._take_in_tensorflow(ahead)
+                self._take_in_tensorflow()
                 return tf.constant(True)
 
             tf.cond(begins, take, lambda: tf.constant(False))
 
-    def _take_in_tensorflow(self, ahead: int) -> None:
+    def _take_in_tensorflow(self) -> None:
         if self._at is None:
             return  # nothing was prepared before this was traced
         # an assignment shares the buffer, which TensorFlow copies when the variable is changed next
         for variable in self._copied:
             self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
-        self._at.assign(self._steps() + ahead, read_value=False)
+        self._at.assign(self._steps(), read_value=False)
 
     def restore(self) -> bool:
         """Undo the last step if it was not applied; return True if so."""
@@ -102,10 +101,7 @@ class StepSnapshot:
 
 
 class SnapshottedSteps:
-    """Makes the steps of a state's models and optimizers take snapshots.
-
-    A step of `fit` takes its snapshot, metrics included, at its start. A step of a user's own training loop takes it
-    when its gradients have been reduced, and running means have been updated already.
+    """Makes the steps of `fit` take snapshots, and those of all loops count only once their gradients are there.
 
     Args:
         handlers: The values of the state.
@@ -116,49 +112,39 @@ class SnapshottedSteps:
         self.wrapped = False
         self._handlers = handlers
         self._session = session
-        self._snapshots: tuple[StepSnapshot, StepSnapshot] | None = None
+        self._snapshot = StepSnapshot(self.untrained, self._applied)
         self._undo: list[Callable[[], None]] = []
-        self._in_step = False
 
     def wrap(self) -> None:
         self.wrapped = True
-        if self._snapshots is None:
-            own = StepSnapshot(lambda: self._variables(metrics=False), self._applied)
-            self._snapshots = StepSnapshot(lambda: self._variables(metrics=True), self._applied), own
-        fit, own = self._snapshots
-        own.prepare()
         for handler in self._handlers.of(ModelHandler).values():
             if hasattr(handler.value, "train_step"):
-                undo = wrap_train_step(
-                    handler.value, fit.prepare, self._around_step, lambda: self._session.nothing_left
-                )
-                self._undo.append(undo)
+                prepare, nothing_left = self._snapshot.prepare, lambda: self._session.nothing_left
+                self._undo.append(wrap_train_step(handler.value, prepare, self._around_step, nothing_left))
         for optimizer in self._optimizers():
-            if reduces(optimizer):
-                optimizer._steps.before_update = lambda: self.take_own(0)  # counted already
-            else:
-                self._undo.append(wrap_apply(optimizer, lambda: self.take_own(1), lambda: save_new(self._handlers)))
+            self._undo.append(wrap_apply(optimizer, self._save_new))
 
     def unwrap(self) -> None:
         for undo in self._undo:
             undo()
         self._undo, self.wrapped = [], False
-        for steps in self.reducing():
-            steps.before_update = None
-
-    def take_own(self, ahead: int) -> None:
-        """Take the snapshot in a step of a user's own training loop; does nothing within a step of `fit`."""
-        if self._snapshots is not None and not self._in_step:
-            self._snapshots[1].take(ahead=ahead)
 
     def restore(self) -> bool:
-        """Undo the unfinished step, if there is one; return True if so."""
-        undone = [snapshot.restore() for snapshot in self._snapshots or ()]
-        return any(undone)
+        """Undo the unfinished step of `fit`, if there is one; return True if so."""
+        return self._snapshot.restore()
 
     def discard(self) -> None:
-        for snapshot in self._snapshots or ():
-            snapshot.discard()
+        self._snapshot.discard()
+
+    def untrained(self) -> list[Any]:
+        """Return the variables of the state that steps change besides through optimizers, without frozen weights."""
+        found = []
+        for handler in self._handlers.of(VariablesHandler).values():
+            if isinstance(handler, ModelHandler):
+                found += handler.step_variables()
+            elif not isinstance(handler, OptimizerHandler):
+                found += [variable for variable in handler.variables() if not variable.trainable]
+        return list({id(variable): variable for variable in found}.values())
 
     def reducing(self) -> list[Any]:
         """Return, for each optimizer that reduces gradients, the object that does so (`optimizer._steps`)."""
@@ -169,48 +155,38 @@ class SnapshottedSteps:
 
     @contextmanager
     def _around_step(self, data: Any) -> Iterator[None]:
-        assert self._snapshots is not None
-        fit, _ = self._snapshots
         several = [steps for steps in self.reducing() if steps.passes > 1]
-        fit.take(several[0].at_boundary() if several else True)
-        self._in_step = True
+        self._snapshot.take(several[0].at_boundary() if several else True)
         global_batch = self._session.global_batch
         weighted = [] if global_batch is None else self.reducing()
         try:
             for steps in weighted:
                 steps.weight = backend.rows_of(data) / global_batch
             yield
-            fit.prepare()
+            self._snapshot.prepare()
         finally:
-            self._in_step = False
             for steps in weighted:
                 steps.weight = None
-
-    def _variables(self, metrics: bool) -> list[Any]:
-        models = self._handlers.of(ModelHandler).values()
-        return list({id(v): v for handler in models for v in handler.step_variables(metrics)}.values())
 
     def _applied(self) -> Any:
         """Return the number of steps that all optimizers together have applied; in a graph, a tensor."""
         counts = [handler.steps_applied() for handler in self._handlers.of(OptimizerHandler).values()]
         return sum(counts[1:], start=counts[0]) if counts else 0
 
+    def _save_new(self) -> None:
+        """Add the variables that were created since the last commit to it; they still have their initial values."""
+        for handler in self._handlers.of(VariablesHandler).values():
+            handler.save_new()
 
-def save_new(handlers: Handlers) -> None:
-    """Add to the last commit the variables that were created since then; their values are still the initial ones."""
-    for handler in handlers.of(VariablesHandler).values():
-        handler.save_new()
 
+def wrap_apply(optimizer: Any, built: Callable[[], None]) -> Callable[[], None]:
+    """Replace `apply` of an optimizer by a function that builds it first and, in a graph, waits for the gradients.
 
-def wrap_apply(optimizer: Any, before: Callable[[], None], built: Callable[[], None]) -> Callable[[], None]:
-    """Replace `apply` of an optimizer by a function that calls `before` first, when it has the gradients.
-
-    In a graph both wait for the gradients. Without that the optimizer's count of iterations, which does not depend on
-    them, would be incremented in parallel to a reduction that fails.
+    Without that the optimizer's count of iterations, which does not depend on the gradients, would be incremented in
+    parallel to a reduction that fails.
 
     Args:
         optimizer: The optimizer.
-        before: The function to call.
         built: A function to call when the optimizer has been built for its first step.
 
     Returns:
@@ -224,8 +200,7 @@ def wrap_apply(optimizer: Any, before: Callable[[], None], built: Callable[[], N
         if variables and not optimizer.built:
             build_for(optimizer, variables)
             built()
-        with _after(grads):
-            before()
+        with nullcontext() if reduces(optimizer) else _after(grads):
             plain(grads, variables)
 
     object.__setattr__(optimizer, "apply", apply)

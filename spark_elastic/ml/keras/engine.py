@@ -16,7 +16,7 @@ from spark_elastic.collective.reduction import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import backend as values
 from spark_elastic.keras.elastic.handlers import handler_for
@@ -274,14 +274,15 @@ def _copy(source: Any, target: Any) -> None:
 class EngineSteps(OptimizerSteps):
     """Counts the steps of an engine for the elastic state, and undoes what an unfinished step has changed."""
 
-    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
-        super().__init__(handlers, counter, watch)
+    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter) -> None:
+        super().__init__(handlers, counter)
         self._engine = engine
         counter.steps["optimizer"] = 0
         engine.stepped = lambda: counter.stepped("optimizer")
 
-    def undo_step(self, choice: Recovery) -> None:
+    def undo(self, plain: dict[str, Any]) -> str:
         self._engine.undo_step()
+        return super().undo(plain)
 
 
 def assemble(training: KerasTraining) -> Trainer:
@@ -304,5 +305,5 @@ def assemble(training: KerasTraining) -> Trainer:
         "callbacks": engine.callbacks,
         "at": checkpoints.first_progress(),
     }
-    state = TrainingState(handler_of, LoopWatch, partial(EngineSteps, engine), elastic_values)
+    state = TrainingState(handler_of, partial(EngineSteps, engine), elastic_values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)

@@ -190,7 +190,9 @@ class TorchEngine(Engine):
                     param.grad.mul_(scale)
         self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
+        self.updating = True
         self._step_optimizer()
+        self.updating = False
 
     def _step_optimizer(self) -> None:
         with self.optimizer.skip_synchronize():
@@ -242,6 +244,9 @@ class TorchEngine(Engine):
 
     def use_best(self) -> None:
         load_state(self.model, state_of(self.best))
+
+    def finish(self) -> None:
+        self.optimizer.detach()  # frees the gradients and their buckets, which are as large as the model each
 
     def model_file(self) -> tuple[str, bytes]:
         return MODEL_FILE, weights_to_bytes(self.model)

@@ -167,6 +167,9 @@ class ExactTorchEngine(TorchEngine):
             )
         self._workers.compare_environment(then["environment"])
 
+    def finish(self) -> None:
+        self.optimizer.zero_grad()
+
     def close(self) -> None:
         self._hooks.put_back()
         self._workers.close()

@@ -28,13 +28,26 @@ from spark_elastic.wire import pickling
 _BUFFERS = "spark_elastic.buffers"
 """The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
 
+_RECORD_BYTES = 512
+"""About what a file of `torch.save` has for each tensor besides its values: names, alignment, checksum."""
+
 # --- tensors and plain values ---------------------------------------------------------------------
 
 
-def to_bytes(value: Any) -> bytes:
-    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`."""
+def to_bytes(value: Any, expected_bytes: int = 0) -> bytes:
+    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`.
+
+    Args:
+        value: the tensors and plain values.
+        expected_bytes: about the size of the file; a buffer that grows is copied on the way.
+    """
     file = io.BytesIO()
+    if expected_bytes:
+        file.seek(expected_bytes)
+        file.write(b"\0")
+        file.seek(0)
     torch.save(value, file)
+    file.truncate()
     return file.getvalue()
 
 
@@ -84,15 +97,16 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
     )
 
 
-def state_of(module: torch.nn.Module, where: str = "the model") -> OrderedDict[str, Any]:
+def state_of(module: torch.nn.Module, where: str = "the model", copy: bool = True) -> OrderedDict[str, Any]:
     """Copy a module's `state_dict` to the CPU, with the buffers that it leaves out in its `_metadata`.
 
-    Raises CheckpointError as `detached` does.
+    With copy=False, the result shares the module's tensors. Raises CheckpointError as `detached` does.
     """
     given = module.state_dict()
-    state: Any = OrderedDict(detached(given, where))
+    state: Any = OrderedDict(detached(given, where, copy))
     others = {name: each for name, each in module.named_buffers() if name not in given}
-    state._metadata = {**getattr(given, "_metadata", {}), **({_BUFFERS: detached(others, where)} if others else {})}
+    extra = {_BUFFERS: detached(others, where, copy)} if others else {}
+    state._metadata = {**getattr(given, "_metadata", {}), **extra}
     return state  # type: ignore[no-any-return]
 
 
@@ -108,7 +122,21 @@ def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 def weights_to_bytes(module: torch.nn.Module) -> bytes:
     """Return `state_of` the module as a file for `from_bytes`; the file is a `state_dict` for torch."""
-    return to_bytes(state_of(module))
+    state: Any = state_of(module, copy=False)
+    expected_bytes = 0
+    for tensors in (state, state._metadata.get(_BUFFERS, {})):
+        for name, each in tensors.items():
+            if isinstance(each, torch.Tensor):
+                tensors[name] = _compact(each)
+                expected_bytes += each.numel() * each.element_size() + _RECORD_BYTES
+    return to_bytes(state, expected_bytes)
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the CPU; copy it if its storage is larger, because all of that would be written."""
+    nbytes = tensor.numel() * tensor.element_size()
+    is_whole = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == nbytes
+    return tensor.detach().to("cpu", copy=not is_whole)
 
 
 def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:

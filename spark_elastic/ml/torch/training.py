@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
@@ -53,5 +53,5 @@ def assemble(training: TorchTraining) -> Trainer:
         "callbacks": CallbackStates(callbacks),
         "at": checkpoints.first_progress(),
     }
-    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
+    state = TrainingState(handler_for, partial(TorchOptimizerSteps, observes_parameters=False), values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)

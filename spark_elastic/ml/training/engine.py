@@ -16,6 +16,7 @@ from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.elastic.state import ElasticState
+from spark_elastic.errors import UsageError
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class Engine(ABC):
         metrics: The losses and metrics.
     """
 
+    updating: bool = False
+    """The optimizer has begun to change parameters, and has not finished."""
     gathers: bool = False
     """The pieces that `measure` returns have to be gathered from all workers."""
 
@@ -248,9 +251,33 @@ class Engine(ABC):
 
 
 class TrainingState(ElasticState):
-    """The elastic state of a training: the framework's tensors, and how far the training has come."""
+    """The elastic state of a training: the framework's tensors, and how far the training has come.
+
+    Its tensors are never copied: no collective follows a change of them before `at` counts it, so that both belong
+    together wherever a collective can fail, except within an optimizer that calls collectives itself.
+
+    Attributes:
+        at: The progress of the training.
+        engine: The engine, set by the trainer.
+    """
 
     at: Progress
+    engine: Engine | None = None
+
+    def save(self) -> None:
+        self._counter.saved_version = self.version
+
+    def restore(self) -> None:
+        """Keep the present values.
+
+        Raises:
+            UsageError: A collective failed within the optimizer's step, which may have changed some parameters.
+        """
+        if self.engine is not None and self.engine.updating:
+            raise UsageError(
+                "a worker was lost while the optimizer changed the parameters, which cannot be undone: an optimizer of "
+                "an estimator must not call collectives in its step(); start again from the last checkpoint"
+            )
 
 
 def host_cores(quota: Path = _CPU_QUOTA) -> int:

@@ -27,6 +27,7 @@ from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView, notify
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
 from spark_elastic.redaction import redacted
+from spark_elastic.wire.worker_link import loops
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
@@ -105,8 +106,8 @@ class CheckpointSchedule:
 
         Raises `CheckpointError` if the checkpoint cannot be used.
         """
-        if self._training.resume_from is None:
-            return Progress()
+        if self._training.resume_from is None or loops.kept(loops.entered + 1) is not None:
+            return Progress()  # in a further call of the function, the state of the one before is taken over
         try:
             return self._reopened(self._restore(self._training.resume_from))
         except CheckpointError as error:

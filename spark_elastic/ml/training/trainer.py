@@ -1,8 +1,8 @@
 """The trainer: one worker's part of a training, phase by phase.
 
-Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last resume
-point (`ElasticState`), where model and optimizer still are, and the phase continues from there in the next world. So
-every change of `state.at` follows the collective that confirms it, and a resume point follows the change.
+Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last mark
+(`ElasticState`), where model and optimizer still are, and the phase continues from there in the next world. So every
+change of `state.at` follows the collective that confirms it, and a mark (`check_host_updates`) follows the change.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Trainer:
         self.training = training
         self.engine = engine
         self.state = state
+        state.engine = engine
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
         self.reporter = Reporter.of(self.view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
@@ -16,8 +15,6 @@ from spark_elastic.errors import InvalidSettingsError
 
 _CHUNK = 8192
 """Rows whose positions in the order are computed at a time."""
-_HISTORY = 256
-"""Number of recorded batches that `drop_records_of_step` can undo."""
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -44,7 +41,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.batch_size = batch_size
-        self._before_step = 0
         self.epoch = 0
         self._done = 0
         self._drops_last = False
@@ -130,9 +126,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._order = EpochOrder(self._rows, self.seed, self.epoch, self.shuffle)
         self._taken = 0
         self._set_shares()
-        self.records = 0
-        self._at_step = 0
-        self._history: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_HISTORY)
 
     def _set_shares(self) -> None:
         left, size = self.total_size, self.num_replicas
@@ -140,36 +133,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._share = left // size if self._drops_last else share(left, self.rank, size)
         self._padded = not self._drops_last and needs_padding(left, self.rank, size, self.batch_size, self._passes)
 
-    # --- records of a step that has to be made again --------------------------------------
-
     def _record(self, rows: int) -> None:
         self._taken = min(self._taken + rows, self._share + self._padded)
-        self.records += 1
-        self._history.append((self.records, self._taken))
-
-    def start_counting(self) -> None:
-        """Start to count recorded batches at a resume point."""
-        self.records = 0
-        self._at_step = 0
-        self._history.clear()
-        self._history.append((0, self._taken))
-
-    def learn_records_before_step(self) -> None:
-        """Learn, at the first step, how many batches the loop records before each step."""
-        self._before_step = self.records
-
-    def step_applied(self) -> None:
-        self._at_step = self.records
-
-    def drop_records_of_step(self) -> None:
-        """Undo the records of batches that belong to a failed step."""
-        keep = self._at_step = max(self._at_step, self.records - self._before_step)
-        if keep == self.records:
-            return
-        for number, taken in self._history:
-            if number == keep:
-                self.records, self._taken = number, taken
-                return
 
     def split_batches(self, passes: int) -> None:
         """Set the number of parts in which a batch is processed; all ranks must have equally many parts to process."""

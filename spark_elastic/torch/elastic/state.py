@@ -1,7 +1,7 @@
 """TorchState: models, optimizers, samplers and plain values that outlive a change of the world.
 
-Three strategies make it of an `ElasticState`: handlers, which copy and send values by type; `TorchLoopWatch`, which
-observes how a user's loop changes values around a step; `TorchOptimizerSteps`, which counts steps and undoes one.
+Two strategies make it of an `ElasticState`: handlers, which copy and send values by type, and `TorchOptimizerSteps`,
+which observes what has changed since the last mark.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from spark_elastic.elastic.handlers import (
     TensorSpec,
     copy_all,
 )
-from spark_elastic.elastic.plain_values import CountingProbe, independent_copy
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
+from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
@@ -34,6 +34,8 @@ log = logging.getLogger("spark_elastic.torch")
 
 class ModelStateHandler(StateHandler):
     """The handler of a module. Its tensors are parameters and buffers, its light part the extra state of modules."""
+
+    observed = True
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -104,7 +106,7 @@ class ModelStateHandler(StateHandler):
     def buffers(self) -> list[torch.Tensor]:
         """Return the buffers, such as running means, which a forward pass may change.
 
-        This is called after each step, so the list of modules is updated at commits only.
+        This is called at each mark, so the list of modules is updated at commits only.
         """
         if self._modules is None:
             self._modules = list(self.value.modules())
@@ -113,6 +115,8 @@ class ModelStateHandler(StateHandler):
 
 class OptimizerStateHandler(StateHandler):
     """The handler of an optimizer. Its tensors are those of its state; options and other state are its light part."""
+
+    observed = True
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -246,10 +250,6 @@ def handler_for(value: Any) -> StateHandler | None:
     return None
 
 
-_FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
-"""Handlers whose values change in known ways; the light parts of other handlers are observed like plain values."""
-
-
 class TorchState(ElasticState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
 
@@ -268,116 +268,29 @@ class TorchState(ElasticState):
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            handler_for, TorchLoopWatch, TorchOptimizerSteps, {"model": model, "optimizer": optimizer, **kwargs}
-        )
-
-
-class TorchLoopWatch(LoopWatch):
-    """Observes a user's loop by the steps of its optimizers and by torch's counters of in-place changes."""
-
-    def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
-        super().__init__(handlers, counter)
-        self._probe = CountingProbe()
-        self._versions_at_resume_point: list[int] = []
-        self._versions_at_call: list[int] | None = None
-        """The counters of in-place changes when the function was called; None once its first step has come."""
-        self._acts_before_step = False
-        """True if the loop changes parameters between the call of its function and its first step."""
-        self._first_to_step: str | None = None
-
-    def begin(self) -> None:
-        self._versions_at_call = self._parameter_versions()
-        self._first_to_step = None
-        self._probe.begin()
-        light = {name: self._handlers.by_name[name].light() for name in self._with_light_part()}
-        self.log.begin({**self._handlers.plain.copies(), **light})
-
-    def entering(self, optimizer: str) -> None:
-        if not self._counter.in_loop:
-            return
-        if self._versions_at_call is not None:
-            self._acts_before_step |= self._versions_at_call != self._parameter_versions()
-            self._versions_at_call = None
-            for handler in self._handlers.of(SamplerStateHandler).values():
-                handler.value.learn_records_before_step()
-        if self._first_to_step is None:
-            self._first_to_step = optimizer
-            self._probe.start(self._counts())
-        elif optimizer == self._first_to_step and not self._probe.settled:
-            self._probe.compare(self._counts())
-            self._probe.settle()
-        self.log.entering(self.value_of)
-
-    def resume_point(self, committed: bool) -> None:
-        if not committed:
-            self._versions_at_resume_point = self._parameter_versions()
-
-    def altered(self, stepped: bool) -> bool:
-        if self._has_unknown_tensors():
-            return True
-        return self._acts_before_step if stepped else self._versions_at_resume_point != self._parameter_versions()
-
-    def amid(self, error: HorovodInternalError) -> bool:
-        distributed = distributed_optimizers(self._handlers)
-        first = distributed.get(self._first_to_step or "")
-        reducer = error.reducer
-        if len(distributed) > 1 and first is not None and reducer is not None and reducer is not first._reducer:
-            return True
-        if not self._probe.settled:
-            self._probe.compare(self._counts())
-        return self._probe.several_steps
-
-    def value_of(self, name: str) -> Any:
-        handler = self._handlers.by_name.get(name)
-        return super().value_of(name) if handler is None else handler.light()
-
-    def restore_values(self, values: Mapping[str, Any]) -> None:
-        handled = self._handlers.by_name
-        for name in values.keys() & handled.keys():
-            handled[name].set_light(values[name])
-        super().restore_values({name: value for name, value in values.items() if name not in handled})
-
-    def _counts(self) -> dict[str, Any]:
-        """Return copies of all values by which the loop may count its steps."""
-        names = [*self._with_light_part(), *self._handlers.of(SamplerStateHandler)]
-        return {**self._handlers.plain.copies(), **{name: self._handlers.by_name[name].light() for name in names}}
-
-    def _with_light_part(self) -> list[str]:
-        """Return the names of handled values whose light parts are observed like plain values."""
-        own_sync = self._handlers.with_own_sync
-        return [
-            name
-            for name, handler in self._handlers.by_name.items()
-            if isinstance(handler, StateDictHandler) or not (isinstance(handler, _FOLLOWED) or name in own_sync)
-        ]
-
-    def _has_unknown_tensors(self) -> bool:
-        """Return True if users' own handlers keep values that only their `save` and `restore` can copy."""
-        own_sync = self._handlers.with_own_sync
-        return any(
-            not isinstance(handler, _FOLLOWED) and (name in own_sync or bool(handler.layout()))
-            for name, handler in self._handlers.by_name.items()
-        )
-
-    def _parameter_versions(self) -> list[int]:
-        """Return torch's counter of in-place changes of each parameter."""
-        return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
+        super().__init__(handler_for, TorchOptimizerSteps, {"model": model, "optimizer": optimizer, **kwargs})
 
 
 class TorchOptimizerSteps(OptimizerSteps):
-    """Counts steps by hooks of torch's optimizers, and undoes what an unfinished step has done to buffers and samplers.
+    """Observes torch's optimizers by their hooks, and parameters by torch's counters of in-place changes.
 
     The hooks refer to this object weakly, because an optimizer may outlive its state.
+
+    Args:
+        observes_parameters: Parameters that were written to since the mark count as changed. False for loops, such as
+            the estimators', which can repeat all that they write besides their optimizer's steps.
     """
 
-    def __init__(self, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
-        super().__init__(handlers, counter, watch)
+    def __init__(self, handlers: Handlers, counter: StepCounter, observes_parameters: bool = True) -> None:
+        super().__init__(handlers, counter)
+        self._observes_parameters = observes_parameters
         self._hooks: dict[str, list[Any]] = {}
+        self._begun = False
+        """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has reduced the gradients."""
+        self._versions: list[int] = []
+        """The counters of in-place changes at the mark."""
         self._buffers: dict[str, list[torch.Tensor]] = {}
-        """Copies of each model's buffers after the last step or at the last resume point."""
-        self._refused = 0
-        """The number of commits and checks in a row that came in the middle of a step."""
+        """Copies of each model's buffers at the mark."""
 
     def attach(self, name: str) -> None:
         handler = self._handlers.by_name[name]
@@ -385,47 +298,44 @@ class TorchOptimizerSteps(OptimizerSteps):
             self._hook(name, handler.value)
         # with several passes a loop divides each batch into parts; all ranks must have equally many parts
         passes = max((each.backward_passes_per_step for each in self._distributed()), default=1)
-        for sampler in self._samplers():
-            sampler.split_batches(passes)
+        for sampler in self._handlers.of(SamplerStateHandler).values():
+            sampler.value.split_batches(passes)
 
-    def may_mark(self) -> bool:
-        """Return False between `backward` and the optimizer's step, and between the passes of one step.
+    def passes_begun(self) -> int:
+        return max(
+            (each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating), default=0
+        )
 
-        At a resume point there, batches would count as done whose gradients are lost by a failure.
-        """
-        passes = [each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating]
-        self._refused = self._refused + 1 if passes else 0
-        if passes and self._refused > 2 * max(passes):
-            raise UsageError(
-                f"the last {self._refused} calls of state.commit() or state.check_host_updates() came between "
-                "loss.backward() and optimizer.step(), where a training cannot be resumed; call them after "
-                "optimizer.step()"
-            )
-        return not passes
+    def mark(self) -> None:
+        self._begun = False
+        self._versions = self._parameter_versions()
+        for name, handler in self._handlers.of(ModelStateHandler).items():
+            buffers, copies = handler.buffers(), self._buffers.get(name, [])
+            if [c.shape for c in copies] == [b.shape for b in buffers]:
+                copy_all(copies, buffers)
+            else:
+                self._buffers[name] = [buffer.detach().clone() for buffer in buffers]
 
-    def may_leave(self) -> bool:
-        return not any(each._reducer.accumulating for each in self._distributed())
-
-    def resume_point(self, called: bool) -> None:
-        for sampler in self._samplers():
-            sampler.start_counting()
-        self._copy_buffers()
-
-    def undo_step(self, choice: Recovery) -> None:
-        if choice is not Recovery.COMMIT:
-            models = self._handlers.of(ModelStateHandler)
-            for name, copies in self._buffers.items():
-                copy_all(models[name].buffers(), copies)
-        if choice is Recovery.LIVE:
-            for sampler in self._samplers():
-                sampler.drop_records_of_step()
-
-    def drop_unfinished(self) -> None:
+    def undo(self, plain: dict[str, Any]) -> str:
         for handler in self._handlers.of(OptimizerStateHandler).values():
             if isinstance(handler.value, DistributedOptimizerMixin):
                 handler.value._reducer.abandon()
             else:
                 handler.value.zero_grad(set_to_none=True)
+        if changed := super().undo(plain):
+            return changed
+        if self._begun:
+            return "an optimizer has begun a step since the last mark"
+        if self._observes_parameters and self._versions != self._parameter_versions():
+            return "parameters were written to since the last mark"
+        for name, model in self._handlers.of(ModelStateHandler).items():
+            copy_all(model.buffers(), self._buffers.get(name, []))
+        return ""
+
+    def _parameter_versions(self) -> list[int]:
+        if not self._observes_parameters:
+            return []
+        return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
 
     def _hook(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         for hook in self._hooks.pop(name, ()):
@@ -433,53 +343,23 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._counter.steps[name] = 0
         owner = weakref.ref(self)
 
+        def begins(*_: Any) -> None:
+            if (steps := owner()) is not None:
+                steps._begun = True
+
         def stepped(*_: Any) -> None:
-            steps = owner()
-            if steps is not None:
-                steps._stepped(name)
+            if (steps := owner()) is not None:
+                steps._counter.stepped(name)
 
-        def entering(*_: Any) -> None:
-            steps = owner()
-            if steps is not None:
-                steps._watch.entering(name)
-
-        if isinstance(optimizer, DistributedOptimizerMixin):  # before what a loop does between reduction and step
-            before: Any = _ListEntry(optimizer._reducer.on_reduced, entering)
+        if isinstance(optimizer, DistributedOptimizerMixin):  # a closure is called, and may fail, after its pre-hooks
+            before: Any = _ListEntry(optimizer._reducer.on_reduced, begins)
         else:
-            before = optimizer.register_step_pre_hook(entering)
+            before = optimizer.register_step_pre_hook(begins)
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]
 
-    def _stepped(self, optimizer: str) -> None:
-        self._counter.stepped(optimizer)
-        self._watch.log.stepped()
-        for sampler in self._samplers():
-            sampler.step_applied()
-        if self._buffers:
-            self._copy_buffers()
-
-    def _copy_buffers(self) -> None:
-        for name, handler in self._handlers.of(ModelStateHandler).items():
-            buffers = handler.buffers()
-            if not buffers:
-                self._buffers.pop(name, None)
-                continue
-            copies = self._buffers.get(name)
-            if copies is None or [c.shape for c in copies] != [b.shape for b in buffers]:
-                self._buffers[name] = [buffer.detach().clone() for buffer in buffers]
-            else:
-                copy_all(copies, buffers)
-
     def _distributed(self) -> list[Any]:
-        return list(distributed_optimizers(self._handlers).values())
-
-    def _samplers(self) -> list[ElasticSampler]:
-        return [handler.value for handler in self._handlers.of(SamplerStateHandler).values()]
-
-
-def distributed_optimizers(handlers: Handlers) -> dict[str, Any]:
-    """Return the `DistributedOptimizer`s among the values of a state, by name."""
-    values = {name: handler.value for name, handler in handlers.by_name.items()}
-    return {name: value for name, value in values.items() if isinstance(value, DistributedOptimizerMixin)}
+        values = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
+        return [value for value in values if isinstance(value, DistributedOptimizerMixin)]
 
 
 class _ListEntry:

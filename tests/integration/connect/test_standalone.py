@@ -101,7 +101,7 @@ def test_model_is_that_of_a_fit_in_which_no_executor_was_killed(server, session,
 def test_doctor_looks_at_the_executors_through_queries(server, session, tmp_path):
     before = Before()
     wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")
-    report = spark_elastic.doctor(session, store=str(tmp_path), num_proc=2)
+    report = spark_elastic.doctor(session, store=str(tmp_path), num_proc=2, timeout=300)
     assert report.ok, report
     assert list(tmp_path.iterdir()) == []
     assert "2 workers" in report.of("workers")[0].says

@@ -28,7 +28,7 @@ def level(report, check):
 
 
 def test_healthy_cluster_passes_every_check(cluster, tmp_path):
-    report = spark_elastic.doctor(cluster.spark, store=str(tmp_path), num_proc=2)
+    report = spark_elastic.doctor(cluster.spark, store=str(tmp_path), num_proc=2, timeout=300)
     assert report.ok, report
     expected = ["packages", "java", "Spark", "task slots", "versions", "clocks", "workers", "storage"]
     assert [finding.check for finding in report.findings] == expected
@@ -39,7 +39,7 @@ def test_healthy_cluster_passes_every_check(cluster, tmp_path):
 def test_too_few_slots_and_a_store_that_cannot_be_written_are_both_found(cluster, tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
-    report = spark_elastic.doctor(cluster.spark, store=file / "store", num_proc=3)
+    report = spark_elastic.doctor(cluster.spark, store=file / "store", num_proc=3, timeout=300)
     assert level(report, "task slots") == {PROBLEM}
     assert level(report, "storage") == {PROBLEM}
     assert level(report, "workers") == {OK}, "with the workers that there is room for"

@@ -86,7 +86,7 @@ def test_workers_die_at_every_stage_of_a_round(jobs):
     assert len(finished(job, diary)) == 3
 
 
-def test_a_loss_between_commits_undoes_no_step(jobs):
+def test_loss_between_commits_undoes_no_step_of_a_loop_that_checks_each(jobs):
     job, diary = jobs.train(3, 2, training={"ballast": 0, "commit_every": 0})
     world = diary.wait_for_world(3)
     for rank in (1, 0):

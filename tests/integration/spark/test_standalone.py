@@ -1,5 +1,8 @@
 """A standalone Master with Workers: executors that are killed, that come late, and that announce their end."""
 
+import os
+import signal
+
 import pytest
 
 from spark_elastic.errors import StateLostError
@@ -97,6 +100,17 @@ def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
     diary.wait_for_world(1, after=victim["round"])
     assert len(finished(job, diary)) == 1
+
+
+def test_executor_that_gets_sigterm_is_not_told_as_killed(jobs, cluster):
+    job, diary = jobs.train(2)
+    world = diary.wait_for_world(2)
+    os.kill(cluster.executors()[executor_of(cluster, world[1]["pid"])], signal.SIGTERM)
+    gone(world[1])
+    diary.wait_for_world(2, after=world[1]["round"])
+    lost = [change for change in job.changes() if change.kind == "lost"]
+    assert [change.reason for change in lost] == ["killed by signal 15"], lost
+    assert len(finished(job, diary)) == 2
 
 
 def test_all_executors_lost_is_a_clear_error(jobs, cluster):

@@ -57,7 +57,7 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
 
     Args:
         ballast: more floats in the state, so that a sync takes its time.
-        commit_every: steps between commits; 0: one commit an epoch.
+        commit_every: steps between commits; 0: one commit an epoch. The other steps are marked.
         loader_workers: processes of each DataLoader.
     """
     import torch
@@ -125,7 +125,7 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
                 at("applied", hvd.rank())
                 if commit_every and state.step % commit_every == 0:
                     state.commit()
-                elif commit_every:
+                else:
                     state.check_host_updates()
             state.epoch += 1
             sampler.set_epoch(state.epoch)

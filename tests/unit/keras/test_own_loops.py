@@ -49,6 +49,7 @@ def train(dies, how):
                 die()
             step(*map(tf.constant, rows(8, seed=100 * state.step + hvd.rank())))
             state.step += 1
+            state.check_host_updates()
             left[:] = [v.numpy() for v in model.variables]
         return [float(v.numpy().astype("float64").sum()) for v in model.trainable_variables]
 
@@ -328,12 +329,13 @@ def counts_by_its_optimizer():
             if link().worker == 2 and optimizer.iterations == 5:
                 die()
             step(tf.constant(int(optimizer.iterations)))
+            state.check_host_updates()
         return trained(model)
 
     return loop(state), entered
 
 
-def test_a_state_without_plain_values_resumes_at_the_failed_step():
+def test_a_state_without_plain_values_resumes_at_its_mark():
     with WorldDriver(start_with=3) as driver:
         driver.start(counts_by_its_optimizer, count=3)
         assert driver.results(2) == [([1.0] * STEPS, [0, 5])] * 2
@@ -375,6 +377,7 @@ def fits_and_steps(dies, before, in_fit):
                 if not before:
                     state.own += 1
                     state.seen.append(own)
+                state.check_host_updates()
         return trained(model), state.seen
 
     return loop(state), entered
@@ -431,12 +434,15 @@ def test_an_optimizer_that_was_built_after_the_commit_returns_to_it_as_well(how,
 def changes_running_values():
     """A variable of the model that is not trained is changed after the step, and a check follows."""
     model, optimizer, step = counter_of_batches()
-    other = keras.Sequential([keras.layers.Input((1,)), keras.layers.BatchNormalization()])
+    norm = keras.layers.BatchNormalization(center=False, scale=False)
+    other = keras.Sequential([keras.layers.Input((1,)), norm])
     running = other.non_trainable_variables[0]
     state = hvd.elastic.TensorFlowKerasState(model, optimizer, other=other, batch=0)
+    entered = []
 
     @hvd.elastic.run
     def loop(state):
+        entered.append(state.batch)
         while state.batch < STEPS:
             if link().worker == 2 and state.batch == 5:
                 die()
@@ -444,15 +450,47 @@ def changes_running_values():
             running.assign_add([1.0])
             state.batch += 1
             state.check_host_updates()
-        return trained(model), running.numpy().tolist()
+        return trained(model), running.numpy().tolist(), entered
 
     return loop(state)
+
+
+def follows_a_target():
+    """A target network is moved before each step, and each step is marked; worker 2 dies."""
+    model, optimizer, step = counter_of_batches()
+    target, _, _ = counter_of_batches()
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, target=target, batch=0)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(state.batch)
+        while state.batch < STEPS:
+            kernel = target.trainable_variables[0]
+            kernel.assign(kernel + 1.0)
+            if link().worker == 2 and state.batch == 5:
+                die()
+            step(tf.constant(state.batch))
+            state.batch += 1
+            if state.batch == 4:
+                state.commit()
+            else:
+                state.check_host_updates()
+        return trained(model), trained(target), entered
+
+    return loop(state)
+
+
+def test_variables_that_no_optimizer_trains_return_to_the_commit():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(follows_a_target, count=3)
+        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)] * STEPS, [0, 4])] * 2
 
 
 def test_changes_after_the_step_survive_a_check():
     with WorldDriver(start_with=3) as driver:
         driver.start(changes_running_values, count=3)
-        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)])] * 2
+        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2
 
 
 def synchronises(dies):

@@ -57,6 +57,8 @@ def train(commit_every: int, dies: dict[int, tuple[int, str]], batch_norm: bool 
             state.step += 1
             if state.step % commit_every == 0:
                 state.commit()
+            else:
+                state.check_host_updates()
             maybe_die(state.step, "after commit")
         return state.progress
 
@@ -452,6 +454,7 @@ def differs_before_a_loss(kind: str):
                     die()
             optimizer.step()
             state.step += 1
+            state.check_host_updates()
 
     loop(state)
     return entered, fingerprint(model)

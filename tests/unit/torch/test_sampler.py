@@ -127,28 +127,6 @@ def test_get_indices_gives_the_rows_of_one_batch():
     assert sampler.get_indices(3, 4) == []
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("before", [True, False])
-def test_records_of_a_repeated_step_are_taken_back_wherever_the_loop_records(passes, before):
-    (sampler,) = samplers(100, 1, None)
-    sampler.start_counting()
-    recorded = passes if before else passes - 1  # on the way to a step; the last pass is recorded after it
-    for step in range(4):
-        for _ in range(recorded):
-            sampler.record_batch(0, 4)
-        if step == 0:
-            sampler.learn_records_before_step()
-        if step != 2:  # a gradient scaler skips that one
-            sampler.step_applied()
-        for _ in range(passes - recorded):
-            sampler.record_batch(0, 4)
-    for _ in range(recorded):
-        sampler.record_batch(0, 4)
-    for _ in range(2):
-        sampler.drop_records_of_step()
-        assert sampler.processed_num == 4 * 4 * passes
-
-
 def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
     import tracemalloc
 

@@ -73,7 +73,7 @@ def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
     assert not optimizer.state
 
 
-def test_after_a_failed_reduction_the_live_state_is_used_and_buffers_are_put_back(alone):
+def test_step_that_fails_after_a_check_is_repeated_with_the_buffers_and_records_of_the_check(alone):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sampler = hvd.elastic.ElasticSampler(range(100))
@@ -90,13 +90,13 @@ def test_after_a_failed_reduction_the_live_state_is_used_and_buffers_are_put_bac
             sampler.record_batch(0, 4)  # before the step, as Horovod's example does
             if state.batch in failing:
                 failing.clear()
-                error = HorovodInternalError("a peer is gone")
-                error.in_reduction = True
-                raise error
+                raise HorovodInternalError("a peer is gone")
             optimizer.step()
             state.batch += 1
             if state.batch == 2:
                 state.commit()
+            else:
+                state.check_host_updates()
         return sampler.processed_num
 
     assert loop(state) == 32
@@ -347,7 +347,7 @@ def test_gradients_of_the_world_before_are_not_added_to(alone):
         optimizer.step()
         state.n += 1
         if state.n == 1:
-            state._mark_resume_point()
+            state.mark_here()
             raise hvd.HostsUpdatedInterrupt
         return stale
 
@@ -421,13 +421,13 @@ def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(al
                 with torch.no_grad():
                     average.weight.add_(1)
             if state.n == 4 and len(entered) == 1:
-                error = HorovodInternalError("a peer is gone")
-                error.in_reduction = True
-                raise error
+                raise HorovodInternalError("a peer is gone")
             stepped(model, optimizer)
             state.n += 1
             if state.n == 2:
                 state.commit()
+            else:
+                state.check_host_updates()
 
     loop(state)
     assert entered == ([0, 2] if change == "no_grad" else [0, 4])

@@ -1,0 +1,100 @@
+"""The mark: where training goes on after a loss, if nothing has changed since.
+
+A mark is a commit, a check for updated hosts, or a call of the loop's function. After a failed collective the tensors
+stay as they are, and the plain values of the last mark are set, if no optimizer has begun a step since, no parameter
+has been written to, and no handler of the user's holds tensors. Otherwise tensors and plain values return to the last
+commit together. `OptimizerSteps` is the part of this that depends on the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spark_elastic.elastic.handlers import Handlers
+from spark_elastic.membership.topology import StateVersion
+
+
+class StepCounter:
+    """The version of a state, and the steps that its optimizers have made since the last mark.
+
+    Args:
+        report: A function to call with each new version.
+    """
+
+    def __init__(self, report: Callable[[StateVersion], None]) -> None:
+        self.version: StateVersion | None = None
+        """None before the state was first synchronised."""
+        self.saved_version: StateVersion | None = None
+        """The version that `restore` returns to."""
+        self.steps: dict[str, int] = {}
+        """Steps since the last mark, by the name of the optimizer."""
+        self.in_loop = False
+        """True inside of `elastic.run`."""
+        self.alone = False
+        """True while reset callbacks run, whose steps and commits are not counted."""
+        self._report = report
+
+    def set(self, version: StateVersion) -> None:
+        self.version = version
+        self._report(version)
+
+    def advance(self, steps: int = 1) -> None:
+        if self.version is not None and not self.alone:
+            self.set(self.version.stepped(steps))
+
+    def mark(self) -> None:
+        """Count a mark in the version."""
+        if self.version is not None:
+            self.set(self.version.marked())
+
+    def stepped(self, optimizer: str) -> None:
+        self.steps[optimizer] += 1
+        self.advance()
+
+    def reset_steps(self) -> None:
+        for name in self.steps:
+            self.steps[name] = 0
+
+
+class OptimizerSteps:
+    """Five hooks by which a framework observes the optimizers of a state.
+
+    This base class is for optimizers whose owner calls `StepCounter.stepped` after each step, and whose unfinished
+    steps change nothing.
+    """
+
+    def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
+        self._handlers = handlers
+        self._counter = counter
+
+    def attach(self, name: str) -> None:
+        """Count the steps of a value that is new in the state, if it is an optimizer."""
+
+    def count(self, replaced: bool = False) -> None:
+        """Count the steps made since the last call, if optimizers do not report them.
+
+        Args:
+            replaced: The values of all optimizers have just been replaced, so their steps until now do not count.
+        """
+
+    def passes_begun(self) -> int:
+        """Return the number of passes of a step that is between its first gradient and its end; 0 between two steps."""
+        return 0
+
+    def mark(self) -> None:
+        """Remember the parameters' counters of changes, and copy what steps change besides: running means, seeds."""
+
+    def undo(self, plain: dict[str, Any]) -> str:
+        """Drop the gradients of an unfinished step and, if no step has begun since the mark, put back its copies.
+
+        Args:
+            plain: The plain values of the mark, to which the state will return. A framework whose steps are finer than
+                the marks advances the counters among them.
+
+        Returns:
+            A phrase that says what has changed since the mark; "" if nothing has.
+        """
+        if not self._counter.steps:
+            return "no optimizer in the state says when the model changes"
+        return "an optimizer has made a step since the last mark" if any(self._counter.steps.values()) else ""

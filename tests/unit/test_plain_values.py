@@ -1,0 +1,56 @@
+"""Plain values are compared by their contents."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+
+from spark_elastic.elastic.plain_values import independent_copy, same
+
+
+def test_values_are_compared_by_content():
+    one, other = SimpleNamespace(a=[1, 2]), SimpleNamespace(a=[1, 2])
+    assert same(one, other)
+    assert same(np.arange(3), np.arange(3))
+    assert not same(np.arange(3), np.arange(4))
+    assert same({"a": np.ones(2)}, {"a": np.ones(2)})
+    assert not same(1, 1.0)
+    assert same(float("nan"), float("nan"))
+
+
+class Node:
+    def __init__(self):
+        self.steps, self.children = 0, []
+
+
+def a_tree():
+    root, child = Node(), Node()
+    root.children.append(child)
+    child.parent = root
+    return root
+
+
+def a_ring():
+    ring = {"steps": 0}
+    ring["itself"] = ring
+    return ring
+
+
+def test_values_may_contain_themselves():
+    for make in (a_tree, a_ring):
+        value = make()
+        assert same(value, make())
+        assert same(value, independent_copy(value))
+    later = a_ring()
+    later["steps"] = 1
+    assert not same(a_ring(), later)
+
+
+def test_pickled_parts_outside_of_attributes_are_compared():
+    rng = random.Random(1)
+    before = independent_copy(rng)
+    assert same(before, rng)
+    rng.random()
+    assert not same(before, rng)
