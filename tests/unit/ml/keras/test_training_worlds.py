@@ -17,6 +17,8 @@ def in_two(data, tmp_path_factory):
     folder, results = tmp_path_factory.mktemp("two"), [{}, {}]
     with WorldDriver(start_with=2) as driver:
         driver.start(in_worker_variants, data, folder, VARIANTS, count=2)
+        for name in VARIANTS:  # each has the time of a wait
+            driver.wait(lambda name=name: driver.told("trained").count(name) == 2)
         for known, new in zip(results, driver.results(2), strict=True):
             known |= new
     return results, folder

@@ -27,6 +27,8 @@ def in_three(sets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_variants, sets, folder, count=3)
+        for name in VARIANTS:  # each has the time of a wait
+            driver.wait(lambda name=name: driver.told("trained").count(name) == 3)
         return driver.results(3), folder
 
 
