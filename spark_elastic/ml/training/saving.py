@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.collective.process import process
 from spark_elastic.data.reader import resolve_order, window_settings_of
+from spark_elastic.elastic.finish import loops
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import (
@@ -27,7 +28,6 @@ from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView, notify
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
 from spark_elastic.redaction import redacted
-from spark_elastic.wire.worker_link import loops
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
