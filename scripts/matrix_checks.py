@@ -37,7 +37,7 @@ CHECKS = {
         "a training loop of one's own outlives `kill -9` of each of its workers and of a whole executor",
         (
             f"{_LOCAL}::test_workers_die_at_every_stage_of_a_round",
-            f"{_LOCAL}::test_a_loss_between_commits_undoes_no_step",
+            f"{_LOCAL}::test_loss_between_commits_undoes_no_step_of_a_loop_that_checks_each",
             "tests/integration/spark/test_local_cluster.py::test_an_executor_takes_its_two_workers_and_two_others_go_on",
         ),
     ),
