@@ -147,7 +147,8 @@ def _pairs_all(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            whole, parts = value(labels, 0, rows), sum(value(labels, row, row + 1) for row in range(rows))
+            whole = value(labels, 0, rows)
+            parts = torch.stack([value(labels, row, row + 1) for row in range(rows)]).sum(0)
             if equal(whole, parts) or not all(equal(whole, value(each, 0, rows)) for each in others):
                 return False
         except Exception as error:
@@ -293,7 +294,7 @@ def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBa
 @contextmanager
 def _negated(model: torch.nn.Module) -> Iterator[None]:
     """Give the parameters of a model the opposite sign within the block."""
-    params = [each for each in model.parameters() if each.is_floating_point()]
+    params: list[torch.Tensor] = [each for each in model.parameters() if each.is_floating_point()]
     torch._foreach_neg_(params)
     try:
         yield
