@@ -404,8 +404,8 @@ class TorchOptimizerSteps(OptimizerSteps):
             return "an optimizer has begun a step since the last mark"
         if self._observes_parameters and self._versions != self._parameter_versions():
             return "parameters were written to since the last mark"
-        for name, handler in self._handlers.of(ModelStateHandler).items():
-            copy_all(handler.buffers(), self._buffers.get(name, []))
+        for name, model in self._handlers.of(ModelStateHandler).items():
+            copy_all(model.buffers(), self._buffers.get(name, []))
         return ""
 
     def _parameter_versions(self) -> list[int]:
