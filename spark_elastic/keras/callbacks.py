@@ -65,9 +65,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         model = self.model
         shared = [variable for variable in model.variables if id(variable) not in self._local]
-        handlers: dict[str, Any] = {
-            "model": VariablesHandler(shared, "the list of variables", list) if self._local else ModelHandler(model)
-        }
+        local = VariablesHandler(shared, "the list of variables", list) if self._local else None
+        handlers: dict[str, Any] = {"model": local or ModelHandler(model)}
         if getattr(model, "optimizer", None) is not None:
             handlers["optimizer"] = OptimizerHandler(model.optimizer, lambda: {"model": model})
         take_over(handlers, self.root_rank, process_set=self._process_set)
