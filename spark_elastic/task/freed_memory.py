@@ -34,3 +34,10 @@ def keep_freed_memory() -> bool:
         _M_MMAP_THRESHOLD, _LARGEST_OF_OLD_GLIBC
     )
     return bool(largest_set and libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def return_freed_memory() -> None:
+    """Return what this process has freed to the kernel, before it needs one large block; does nothing without glibc."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

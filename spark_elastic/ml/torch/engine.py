@@ -25,6 +25,7 @@ from spark_elastic.ml.torch.serialization import detached, from_bytes, load_stat
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
+from spark_elastic.task.freed_memory import return_freed_memory
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 from spark_elastic.wire.pickling import round_trip
 
@@ -246,7 +247,8 @@ class TorchEngine(Engine):
         load_state(self.model, state_of(self.best))
 
     def finish(self) -> None:
-        self.optimizer.detach()  # frees the gradients and their buckets, which are as large as the model each
+        self.optimizer.detach()  # frees the gradients' buckets, which are as large as the file of the model
+        return_freed_memory()
 
     def model_file(self) -> tuple[str, bytes]:
         return MODEL_FILE, weights_to_bytes(self.model)
