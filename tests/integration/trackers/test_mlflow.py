@@ -19,7 +19,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
 from spark_elastic.jobs.tracking import fits_of
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.trackers.mlflow import _Fit
+from spark_elastic.trackers.mlflow import _MLflowFit
 from tests.integration.local.driver_fits import Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
@@ -313,7 +313,7 @@ def failing(function: Any, error: Exception, times: int) -> Any:
 
 def test_what_a_server_never_takes_holds_up_nothing_else(mlflow: Any, monkeypatch: Any, caplog: Any) -> None:
     broken = MlflowException("database error", error_code=databricks_pb2.INTERNAL_ERROR)
-    monkeypatch.setattr(_Fit, "_log_settings", failing(None, broken, 100))
+    monkeypatch.setattr(_MLflowFit, "_log_settings", failing(None, broken, 100))
     monkeypatch.setattr(mlflow.MlflowClient, "log_dict", failing(None, OSError("no rights on the bucket"), 100))
     tracker = MLflowCallback(log_models=[])
     fit_of(tracker, epochs=6)
@@ -348,7 +348,7 @@ def test_name_that_mlflow_refuses_loses_no_other_value_of_the_epoch(mlflow: Any,
 def test_slow_server_delays_no_epoch_and_a_fit_ends_without_it(mlflow: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("spark_elastic.trackers.mlflow.END_WAIT_S", 0.2)
     answers = threading.Event()
-    monkeypatch.setattr(_Fit, "_log_settings", lambda fit: answers.wait(60))
+    monkeypatch.setattr(_MLflowFit, "_log_settings", lambda fit: answers.wait(60))
     tracker = MLflowCallback(log_models=[])
     began = time.monotonic()
     fit_of(tracker, epochs=6)
