@@ -118,7 +118,7 @@ def compact(address: bytes) -> str:
     """
     differences = np.frombuffer(address, np.uint8).copy()
     differences[8:] -= differences[:-8].copy()
-    return base64.b64encode(zlib.compress(differences)).decode()
+    return base64.b64encode(zlib.compress(differences.tobytes())).decode()
 
 
 def restore(text: str) -> bytes:
