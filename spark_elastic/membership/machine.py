@@ -9,7 +9,9 @@ together, `SlotScheduler` decides where processes run. They share one `MachineCo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership import events as seen
@@ -58,6 +60,25 @@ class Membership:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
+        self._answers: dict[type[seen.Event], Callable[[Any, float], None]] = {
+            seen.WorkerAlive: self._on_worker_alive,
+            seen.AgentAlive: self._on_agent_alive,
+            seen.DriverPaused: self._on_driver_paused,
+            seen.WorkerReady: self._on_worker_ready,
+            seen.WorkerLost: self._on_worker_lost,
+            seen.WorkerDone: self._on_worker_done,
+            seen.AddressLost: self._on_address_lost,
+            seen.WorkerAbandoned: self._on_worker_abandoned,
+            seen.WorkerRaised: self._on_worker_raised,
+            seen.AgentJoined: self._on_agent_joined,
+            seen.AgentLost: self._on_agent_lost,
+            seen.SlotEnded: self._on_slot_ended,
+            seen.ExecutorDecommissioned: self._on_executor_decommissioned,
+            seen.ExecutorLost: self._on_executor_lost,
+            seen.HostsObserved: self._on_hosts_observed,
+            seen.CancelRequested: self._on_cancel_requested,
+            seen.Tick: self._on_tick,
+        }
 
     @property
     def phase(self) -> Phase:
@@ -93,8 +114,8 @@ class Membership:
                 self._scheduler.launch_all()
             elif isinstance(event, seen.CancelRequested):
                 self._worlds.fail(JobCancelledError(event.why), self._now)
-        elif self.phase not in ENDED:
-            self._dispatch(event, self._now)
+        elif self.phase not in ENDED and (answer := self._answers.get(type(event))):
+            answer(event, self._now)
         # a heartbeat without consequences must stay cheap: there are hundreds a second
         if self._context.commands or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
             self._worlds.evaluate(self._now)
@@ -102,47 +123,27 @@ class Membership:
         self._context.commands.clear()
         return commands
 
-    def _dispatch(self, event: seen.Event, now: float) -> None:
-        match event:
-            case seen.WorkerAlive():
-                self._on_worker_alive(event, now)
-            case seen.AgentAlive():
-                self._on_agent_alive(event, now)
-            case seen.DriverPaused(seconds):
-                self._on_driver_paused(seconds, now)
-            case seen.WorkerReady():
-                self._on_worker_ready(event, now)
-            case seen.WorkerLost():
-                self._on_worker_lost(event, now)
-            case seen.WorkerDone():
-                self._on_worker_done(event, now)
-            case seen.AddressLost(number):
-                worker = self.registry.workers.get(number)
-                if worker is not None:
-                    self._worlds.on_address_lost(worker, now)
-            case seen.WorkerAbandoned():
-                self._on_worker_abandoned(event, now)
-            case seen.WorkerRaised():
-                self._on_worker_raised(event, now)
-            case seen.AgentJoined():
-                self._on_agent_joined(event, now)
-            case seen.AgentLost():
-                self._on_agent_lost(event, now)
-            case seen.SlotEnded():
-                self._on_slot_ended(event, now)
-            case seen.ExecutorDecommissioned(executor):
-                self._vacate(self._scheduler.decommission(executor), now)
-            case seen.ExecutorLost(executor, cause):
-                lost = LossCause(LossKind.EXECUTOR_LOST, name=executor, because=cause)
-                for agent in self._scheduler.executor_lost(executor):
-                    self._send_home(agent, lost, now)
-            case seen.HostsObserved(hosts):
-                if self._scheduler.observe_hosts(hosts):
-                    self._review(None, now)
-            case seen.CancelRequested(why):
-                self._worlds.fail(JobCancelledError(why), now)
-            case seen.Tick():
-                self._on_tick(now)
+    # --- the job, its executors and hosts ---------------------------------------------------------
+
+    def _on_address_lost(self, event: seen.AddressLost, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
+        if worker is not None:
+            self._worlds.on_address_lost(worker, now)
+
+    def _on_executor_decommissioned(self, event: seen.ExecutorDecommissioned, now: float) -> None:
+        self._vacate(self._scheduler.decommission(event.executor), now)
+
+    def _on_executor_lost(self, event: seen.ExecutorLost, now: float) -> None:
+        lost = LossCause(LossKind.EXECUTOR_LOST, name=event.executor, because=event.cause)
+        for agent in self._scheduler.executor_lost(event.executor):
+            self._send_home(agent, lost, now)
+
+    def _on_hosts_observed(self, event: seen.HostsObserved, now: float) -> None:
+        if self._scheduler.observe_hosts(event.hosts):
+            self._review(None, now)
+
+    def _on_cancel_requested(self, event: seen.CancelRequested, now: float) -> None:
+        self._worlds.fail(JobCancelledError(event.why), now)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -376,7 +377,8 @@ class Membership:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _on_driver_paused(self, seconds: float, now: float) -> None:
+    def _on_driver_paused(self, event: seen.DriverPaused, now: float) -> None:
+        seconds = event.seconds
         self._pauses.append((now, seconds))
         if seconds < self.settings.heartbeat_timeout_s / 2:
             return  # heartbeats that were sent during the pause are received in time
@@ -386,7 +388,7 @@ class Membership:
         self._workers_heard.excuse(until)
         self._context.announce(DriverStoodStill(now, seconds))
 
-    def _on_tick(self, now: float) -> None:
+    def _on_tick(self, _: seen.Tick, now: float) -> None:
         silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         for agent_id in self._agents_heard.expired(now):
             agent = self.registry.agents.get(agent_id)
