@@ -199,7 +199,7 @@ BUGS = (
         "self._worlds.note_version(event.version, now)\n        if event.begun",
         "if event.begun",
     ),
-    Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),
+    Bug("a bug in the function goes unnoticed", "machine", "seen.WorkerRaised: self._on_worker_raised,", ""),
     Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
