@@ -21,8 +21,8 @@ from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
-from spark_elastic.errors import StateNotMovableError
+from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy, is_atom
+from spark_elastic.errors import StateNotMovableError, UsageError
 
 H = TypeVar("H", bound="StateHandler")
 
@@ -181,10 +181,25 @@ class Handlers:
             setattr(owner, name, value)
             handler = handler_for(value)
             if handler is None:
+                self._check_plain(name, value)
                 plain.append(name)
             else:
                 self.by_name[name] = handler
         self.plain = PlainAttributes(owner, plain)
+
+    def _check_plain(self, name: str, value: Any) -> None:
+        """Raise UsageError if a collection has models or optimizers, of which the state would go on with copies."""
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        for item in items:
+            if is_atom(item):
+                continue
+            handler = self._handler_for(item)
+            if (handler is not None and handler.observed) or isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+                raise UsageError(
+                    f"{name} of the state is a {type(value).__name__} with a {type(item).__name__}, which would be "
+                    "replaced by a copy after a loss; give each model, optimizer and scheduler of the collection to "
+                    "the state as a keyword argument of its own"
+                )
 
     def of(self, kind: type[H]) -> dict[str, H]:
         """Return the handlers of this class, by name."""
@@ -232,7 +247,11 @@ class Handlers:
     def unobserved(self) -> list[str]:
         """The names of values whose tensors may change unnoticed between two marks."""
         own = self.with_own_sync
-        return [name for name, each in self.by_name.items() if name in own or (not each.observed and each.layout())]
+        return [
+            name
+            for name, each in self.by_name.items()
+            if name in own or (not each.observed and (type(each).restore is not StateHandler.restore or each.layout()))
+        ]
 
     @property
     def unbuilt(self) -> bool:

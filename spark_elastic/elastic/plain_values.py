@@ -6,7 +6,14 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 _ATOMS: frozenset[type] = frozenset({int, float, bool, str, bytes, complex, type(None)})
+
+
+def is_atom(value: Any) -> bool:
+    """Return True for a number, a string, bytes or None, but not for objects of classes derived from these."""
+    return type(value) in _ATOMS
 
 
 class PlainAttributes:
@@ -45,17 +52,18 @@ def independent_copy(value: Any) -> Any:
     """Copy a value so that later changes to it do not reach the copy; fast for numbers, strings, lists and the like.
 
     An object that occurs several times in `value` is one object in the copy as well. An object that cannot be copied
-    is returned itself.
+    is returned itself. A tensor that autograd has computed is detached.
     """
     return _copied(value, {})
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
+def _copied(value: Any, known: dict[int, Any], whole: bool = False) -> Any:
     """Copy a value.
 
     Args:
         value: The value.
         known: The copies made so far, by the id of the original object, as `copy.deepcopy` keeps them.
+        whole: Raise an exception if a part cannot be copied; by default it is shared.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -65,23 +73,44 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     out: Any
     if kind is list:
         out = known[id(value)] = []
-        out.extend(value if _ATOMS.issuperset(map(type, value)) else [_copied(item, known) for item in value])
+        out.extend(value if _ATOMS.issuperset(map(type, value)) else [_copied(item, known, whole) for item in value])
         return out
     if kind is dict:
         out = known[id(value)] = {}
-        out.update({key: _copied(item, known) for key, item in value.items()})
+        out.update({key: _copied(item, known, whole) for key, item in value.items()})
         return out
     if kind is tuple or kind is set:
-        out = kind(value) if _ATOMS.issuperset(map(type, value)) else kind([_copied(item, known) for item in value])
+        atoms = _ATOMS.issuperset(map(type, value))
+        out = kind(value) if atoms else kind([_copied(item, known, whole) for item in value])
         return known.setdefault(id(value), out)
+    if isinstance(value, torch.Tensor) and not value.is_leaf:  # a sum of losses, say, which deepcopy refuses
+        return known.setdefault(id(value), value.detach().clone())
     before = len(known)
-    try:
-        return copy.deepcopy(value, known)
-    except Exception:  # a lock, a file, a generator: shared, as with Horovod
-        while len(known) > before:
-            known.popitem()  # copies that are not complete
-        known[id(value)] = value
-        return value
+    for copied in (copy.deepcopy, _copied_by_attributes):
+        try:
+            return copied(value, known)
+        except Exception:
+            while len(known) > before:
+                known.popitem()  # copies that are not complete
+    if whole:
+        raise TypeError(f"a {kind.__qualname__} cannot be copied")
+    known[id(value)] = value  # a lock, a file, a generator: shared, as with Horovod
+    return value
+
+
+def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
+    """Copy an object of a class without methods for copying, which has tensors that deepcopy refuses.
+
+    Raises:
+        Exception: An attribute cannot be copied, or the class says how to copy its objects.
+    """
+    kind = type(value)
+    own = ("__deepcopy__", "__copy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
+    if any(getattr(kind, name, None) is not getattr(object, name, None) for name in own):
+        raise TypeError(f"{kind.__qualname__} is not a plain class")
+    out = known[id(value)] = object.__new__(kind)
+    out.__dict__.update({name: _copied(part, known, whole=True) for name, part in value.__dict__.items()})
+    return out
 
 
 def same(one: Any, other: Any) -> bool:

@@ -72,6 +72,10 @@ class BackwardReducer:
         self.launched = 0
         """The number of buckets sent in the present step; 0 before backward and after the end of the reduction."""
         self._slots: list[GradientSlot] = []
+        self._order: dict[int, int] = {}
+        """The place of each parameter, also of frozen ones, among those of the optimizer, by id."""
+        self._frozen: list[torch.nn.Parameter] = []
+        """The parameters that did not require a gradient when they were added. They have a hook while they do."""
         self._hooks: dict[int, Any] = {}
         self._replaced = False
         """Another reducer has taken over parameters of this one."""
@@ -102,12 +106,39 @@ class BackwardReducer:
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
         for param in params:
+            self._order.setdefault(id(param), len(self._order))
             if param.requires_grad:
-                slot = GradientSlot(param, self.passes)
-                self._slots.append(slot)
-                self._unseen.append(slot)
-                self._take_over(param)
-                self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+                self._observe(param)
+            else:
+                self._frozen.append(param)
+        self._buckets = []
+        self._agreed_on = None
+
+    def _observe(self, param: torch.nn.Parameter) -> None:
+        slot = GradientSlot(param, self.passes)
+        self._slots.append(slot)
+        self._unseen.append(slot)
+        self._take_over(param)
+        self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+
+    def follow_unfreezing(self) -> None:
+        """Reduce the gradients of parameters that a loop has unfrozen; called between two steps.
+
+        A newcomer learns at once what the others have unfrozen one after the other, so the order of the slots does not
+        depend on that.
+        """
+        changed = [param for param in self._frozen if param.requires_grad != (id(param) in self._hooks)]
+        if not changed or self.accumulating:
+            return
+        for param in changed:
+            if param.requires_grad:
+                self._observe(param)
+            else:  # it was frozen again
+                self._hooks.pop(id(param)).remove()
+                _owners.pop(param, None)
+                self._slots = [slot for slot in self._slots if slot.param is not param]
+                self._unseen = [slot for slot in self._unseen if slot.param is not param]
+        self._slots.sort(key=lambda slot: self._order[id(slot.param)])
         self._buckets = []
         self._agreed_on = None
 
@@ -256,13 +287,19 @@ class BackwardReducer:
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
-            UsageError: a later optimizer reduces parameters of this one.
+            UsageError: a later optimizer reduces parameters of this one, or a parameter was unfrozen too late.
         """
         if self._replaced:
             raise UsageError(
                 "a DistributedOptimizer was made later for parameters of this one, and reduces their gradients now; "
                 "call step() of that one, or make one DistributedOptimizer for each set of parameters"
             )
+        for param in self._frozen:
+            if param.requires_grad and param.grad is not None and id(param) not in self._hooks:
+                raise UsageError(
+                    f"the gradient of {self.names.get(id(param), 'a parameter')} is not reduced: it was frozen until "
+                    "the last optimizer.zero_grad(); set requires_grad before optimizer.zero_grad() and loss.backward()"
+                )
         try:
             self._finish()
         except BaseException as error:
@@ -426,9 +463,20 @@ class BackwardReducer:
             slot.param.grad = None
 
 
+def abandon_steps() -> None:
+    """Drop the gradients of the present steps of all reducers in this process."""
+    for reducer in _reducers().values():
+        reducer.abandon()
+
+
 def _is_only_one() -> bool:
     """Return True if one reducer has all parameters whose gradients are reduced in this process."""
-    return len({id(reducer) for known in _owners.values() if (reducer := known()) is not None}) == 1
+    return len(_reducers()) == 1
+
+
+def _reducers() -> dict[int, BackwardReducer]:
+    """Return the reducers in this process that have parameters, by id."""
+    return {id(reducer): reducer for known in _owners.values() if (reducer := known()) is not None}
 
 
 def _no_entries(param: torch.Tensor) -> torch.Tensor:

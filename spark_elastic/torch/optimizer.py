@@ -119,6 +119,7 @@ class DistributedOptimizerMixin:
                 "optimizer.synchronize(): gradients are being reduced"
             )
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._reducer.follow_unfreezing()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]

@@ -40,13 +40,13 @@ BUGS = (
     Bug(
         "parameters that were written to count as unchanged",
         "torch/elastic/state",
-        "self._versions != self._parameter_versions()",
+        "then[1] != now[1]",
         "False",
     ),
     Bug(
         "running means of the interrupted step stay",
         "torch/elastic/state",
-        "            copy_all(model.buffers(), self._buffers.get(name, []))\n",
+        "            self._buffers[name].restore()\n",
         "            pass\n",
     ),
     Bug(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,20 +27,50 @@ from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
+from spark_elastic.torch.gradients import abandon_steps
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 log = logging.getLogger("spark_elastic.torch")
 
 
+class BufferCopies:
+    """Copies of the buffers of modules, and these tensors themselves: a forward pass writes to them or replaces them.
+
+    A buffer that was replaced may share its memory with the user's data, so `restore` never writes to the new tensor.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+        self._copies: list[torch.Tensor] = []
+
+    def save(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._places = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+        tensors = self._tensors()
+        if [(c.shape, c.dtype, c.device) for c in self._copies] == [(t.shape, t.dtype, t.device) for t in tensors]:
+            copy_all(self._copies, tensors)
+        else:
+            self._copies = [tensor.detach().clone() for tensor in tensors]
+
+    def restore(self) -> None:
+        for buffers, name, buffer in self._places:
+            buffers[name] = buffer
+        copy_all(self._tensors(), self._copies)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [buffer for *_, buffer in self._places if buffer is not None]
+
+
 class ModelStateHandler(StateHandler):
-    """The handler of a module. Its tensors are parameters and buffers, its light part the extra state of modules."""
+    """The handler of a module. Its tensors are parameters and buffers.
+
+    Its light part is the extra state of modules, which of them are in training mode, and which parameters are trained.
+    """
 
     observed = True
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._buffers: list[torch.Tensor] = []
-        self._parameters: list[torch.Tensor] | None = None
+        self._buffers = BufferCopies()
         self._modules: list[torch.nn.Module] | None = None
         plain = torch.nn.Module.get_extra_state
         self._has_extra = any(type(module).get_extra_state is not plain for module in value.modules())
@@ -48,19 +78,12 @@ class ModelStateHandler(StateHandler):
     def save(self) -> None:
         self._modules = None
         super().save()
-        buffers = self.buffers()
-        if [b.shape for b in self._buffers] != [b.shape for b in buffers]:
-            self._buffers = [buffer.detach().clone() for buffer in buffers]
-        else:
-            copy_all(self._buffers, buffers)
-
-    def set_value(self, value: Any) -> None:
-        self._parameters = None
-        super().set_value(value)
+        self._buffers.save(self.modules())
 
     def restore(self) -> None:
+        self._modules = None
+        self._buffers.restore()
         super().restore()
-        copy_all(self.buffers(), self._buffers)
 
     def _own(self) -> dict[str, Any]:
         return dict(self.value.state_dict(keep_vars=True))
@@ -88,29 +111,35 @@ class ModelStateHandler(StateHandler):
         return out
 
     def light(self) -> Any:
+        modes = [module.training for module in self.modules()], [param.requires_grad for param in self.parameters()]
         if not self._has_extra:
-            return {}
+            return {}, modes
         extra = {key: value for key, value in self._own().items() if not isinstance(value, torch.Tensor)}
-        return independent_copy(extra)
+        return independent_copy(extra), modes
 
     def set_light(self, light: Any) -> None:
-        if light:
-            self.value.load_state_dict(light, strict=False)
+        extra, (training, trained) = light
+        if extra:
+            self.value.load_state_dict(extra, strict=False)
+        self._modules = None
+        modules, params = self.modules(), self.parameters()
+        if (len(modules), len(params)) != (len(training), len(trained)):
+            return  # the loop has changed the model's structure
+        for module, mode in zip(modules, training, strict=True):
+            module.training = mode
+        for param, flag in zip(params, trained, strict=True):
+            if param.requires_grad != flag:
+                param.requires_grad_(flag)
 
-    def versions(self) -> list[int]:
-        """Return torch's counter of in-place changes of each parameter."""
-        if self._parameters is None:
-            self._parameters = list(self.value.parameters())
-        return [0 if param.is_inference() else param._version for param in self._parameters]
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the buffers, such as running means, which a forward pass may change.
-
-        This is called at each mark, so the list of modules is updated at commits only.
-        """
-        if self._modules is None:
+    def modules(self, anew: bool = False) -> list[torch.nn.Module]:
+        """Return all modules. Each mark calls this, so the list is made at commits only, or if `anew` is True."""
+        if self._modules is None or anew:
             self._modules = list(self.value.modules())
-        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+        return self._modules
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters, one that several modules share several times."""
+        return [param for module in self.modules() for param in module._parameters.values() if param is not None]
 
 
 class OptimizerStateHandler(StateHandler):
@@ -180,10 +209,10 @@ class OptimizerStateHandler(StateHandler):
             for name, value in state[param].items()
             if not isinstance(value, torch.Tensor)
         }
-        return groups, plain
+        return groups, plain, independent_copy(self._common())
 
     def set_light(self, light: Any) -> None:
-        groups, plain = light
+        groups, plain, common = light
         own = self.value.param_groups
         if len(own) != len(groups):
             raise UsageError(
@@ -200,6 +229,13 @@ class OptimizerStateHandler(StateHandler):
                     del have[name]
         for (index, name), value in plain.items():
             state[params[index]][name] = independent_copy(value)
+        for key in self._common():
+            del state[key]
+        state.update(independent_copy(common))
+
+    def _common(self) -> dict[Any, Any]:
+        """Return the state that belongs to no parameter, such as a count of all steps under a string."""
+        return {key: value for key, value in self.value.state.items() if not isinstance(key, torch.Tensor)}
 
 
 class SamplerStateHandler(StateHandler):
@@ -215,11 +251,21 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
+class GradScalerHandler(StateDictHandler):
+    """The handler of a `GradScaler`, which also notes which optimizers it has unscaled in the present step."""
+
+    def set_light(self, light: Any) -> None:
+        super().set_light(light)
+        if self.value.is_enabled():
+            self.value._per_optimizer_states.clear()
+
+
 Registry = list[tuple[Any, type[StateHandler]]]
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (torch.amp.GradScaler, GradScalerHandler),  # type: ignore[attr-defined]
     (HasStateDict, StateDictHandler),
 ]
 
@@ -287,9 +333,9 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._hooks: dict[str, list[Any]] = {}
         self._begun = False
         """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has reduced the gradients."""
-        self._versions: list[int] = []
-        """The counters of in-place changes at the mark."""
-        self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._written: tuple[list[torch.Tensor], list[int]] = [], []
+        """The parameters, and their counters of in-place changes, at the mark."""
+        self._buffers: dict[str, BufferCopies] = {}
         """Copies of each model's buffers at the mark."""
 
     def attach(self, name: str) -> None:
@@ -308,34 +354,38 @@ class TorchOptimizerSteps(OptimizerSteps):
 
     def mark(self) -> None:
         self._begun = False
-        self._versions = self._parameter_versions()
+        self._written = self._changes()
         for name, handler in self._handlers.of(ModelStateHandler).items():
-            buffers, copies = handler.buffers(), self._buffers.get(name, [])
-            if [c.shape for c in copies] == [b.shape for b in buffers]:
-                copy_all(copies, buffers)
-            else:
-                self._buffers[name] = [buffer.detach().clone() for buffer in buffers]
+            self._buffers.setdefault(name, BufferCopies()).save(handler.modules())
 
     def undo(self, plain: dict[str, Any]) -> str:
+        abandon_steps()  # also those of optimizers that are not in the state
         for handler in self._handlers.of(OptimizerStateHandler).values():
-            if isinstance(handler.value, DistributedOptimizerMixin):
-                handler.value._reducer.abandon()
-            else:
+            if not isinstance(handler.value, DistributedOptimizerMixin):
                 handler.value.zero_grad(set_to_none=True)
         if changed := super().undo(plain):
             return changed
         if self._begun:
             return "an optimizer has begun a step since the last mark"
-        if self._observes_parameters and self._versions != self._parameter_versions():
+        models = self._handlers.of(ModelStateHandler)
+        for model in models.values():
+            model.modules(anew=True)
+        then, now = self._written, self._changes()
+        if list(map(id, then[0])) != list(map(id, now[0])):
+            return "parameters were replaced since the last mark"
+        if then[1] != now[1]:
             return "parameters were written to since the last mark"
-        for name, model in self._handlers.of(ModelStateHandler).items():
-            copy_all(model.buffers(), self._buffers.get(name, []))
+        for name in models:
+            self._buffers[name].restore()
         return ""
 
-    def _parameter_versions(self) -> list[int]:
+    def _changes(self) -> tuple[list[torch.Tensor], list[int]]:
         if not self._observes_parameters:
-            return []
-        return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
+            return [], []
+        params: list[torch.Tensor] = [
+            param for handler in self._handlers.of(ModelStateHandler).values() for param in handler.parameters()
+        ]
+        return params, [0 if param.is_inference() else param._version for param in params]
 
     def _hook(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         for hook in self._hooks.pop(name, ()):

@@ -1,0 +1,184 @@
+"""Loops whose changes between two marks are easily missed: a loss leaves no trace of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.torch.elastic import TorchState
+from tests.unit.torch.test_collectives import together
+
+
+class Alias(torch.nn.Module):
+    """Keeps the rows of its last batch in a buffer, and all rows so far in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 1, bias=False)
+        self.register_buffer("last", None)
+        self.register_buffer("seen", torch.zeros(0, 3))
+
+    def forward(self, rows):
+        self.last, self.seen = rows, torch.cat([self.seen, rows])
+        return self.inner(rows)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a place that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.param_groups[0]["lr"] = 0.01 / self.state["steps"]
+        return super().step(closure)
+
+
+class Losses:
+    total = 0.0
+
+    def __init__(self):
+        self.all = []
+
+    def add(self, loss):
+        self.total = self.total + loss
+        self.all.append(loss)
+
+
+def loop_that_fails(kind, fails):
+    """Train 8 steps with checks and one commit; fail once at step 5, in the middle of it or right after it."""
+    torch.manual_seed(0)
+    data = torch.arange(72.0).reshape(8, 3, 3) / 72
+    data_before = data.clone()
+    average = torch.nn.Linear(3, 1, bias=False)
+    model = torch.nn.ModuleDict({"net": Alias() if kind == "buffers" else torch.nn.Linear(3, 1), "average": average})
+    if kind == "unfreezing":
+        model["net"].requires_grad_(False)
+    plain = Counting(model.parameters(), 0.01) if kind == "counting" else torch.optim.SGD(model.parameters(), 0.01)
+    bare = kind in ("counting", "unfreezing")
+    optimizer = plain if bare else hvd.DistributedOptimizer(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=kind == "scaling")
+    kept = {"inner optimizer": plain, "no optimizer": None}.get(kind, optimizer)
+    state = TorchState(model, kept, scaler=scaler, losses=Losses(), step=0)
+    failed, modes = [not fails], []
+
+    def fail():
+        if not failed[0] and state.step == 5:
+            failed[0] = True
+            raise HorovodInternalError("a peer is gone")
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 8:
+            modes.append(model.training)
+            if kind == "replacing" and state.step == 4:
+                model["average"] = torch.nn.Linear(3, 1, bias=False)
+                torch.nn.init.ones_(model["average"].weight)
+            if kind == "replacing":
+                with torch.no_grad():
+                    model["average"].weight.mul_(0.5)
+            if kind == "unfreezing" and state.step == 4:
+                model["net"].requires_grad_(True)
+            if kind == "replacing":
+                fail()
+            optimizer.zero_grad()
+            loss = (model["net"](data[state.step]) + model["average"](data[state.step])).square().mean()
+            state.losses.add(loss if kind == "losses" else loss.item())
+            scaler.scale(loss).backward()
+            if kind.endswith("optimizer"):
+                fail()
+            if not bare:
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            if kind in ("scaling", "buffers", "losses"):
+                fail()
+            with optimizer.skip_synchronize() if not bare else nullcontext():
+                scaler.step(optimizer)
+            scaler.update()
+            if kind in ("counting", "unfreezing"):
+                fail()
+            model.eval()
+            if kind == "evaluating":
+                fail()
+            model.train()
+            state.step += 1
+            if state.step == 3 or kind == "no optimizer":
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    loop(state)
+    assert torch.equal(data, data_before)
+    assert failed == [True]
+    return (
+        [value.tolist() for value in model.state_dict().values()],
+        [float(torch.as_tensor(loss).detach()) for loss in (state.losses.total, *state.losses.all)],
+        optimizer.state.get("steps"),
+        set(modes),
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "buffers",
+        "losses",
+        "replacing",
+        "unfreezing",
+        "counting",
+        "scaling",
+        "evaluating",
+        "no-optimizer",
+        "inner-optimizer",
+    ],
+)
+def test_a_loss_leaves_no_trace_in_what_a_loop_changes(alone, kind):
+    kind = kind.replace("-", " ")
+    assert loop_that_fails(kind, True) == loop_that_fails(kind, False)
+
+
+def test_models_in_a_collection_are_refused(alone):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for values in ([model], {"first": optimizer}, (0, scheduler)):
+        with pytest.raises(UsageError, match="a keyword argument of its own"):
+            TorchState(values=values)
+    TorchState(values=[1, "x", {"weights": torch.ones(2)}])
+
+
+def unfrozen():
+    """Unfreeze one layer and then another, which rank 0 has tried before."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    model[:2].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(6):
+        if step == 2:
+            model[1].requires_grad_(True)
+            if hvd.rank() == 0:
+                model[0].requires_grad_(True)
+                optimizer.zero_grad()
+                model[0].requires_grad_(False)
+        if step == 4:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + hvd.rank())).square().mean().backward()
+        optimizer.step()
+    weights = [param.tolist() for param in model.parameters()]
+    model.requires_grad_(False)
+    late = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    late.zero_grad()
+    model.requires_grad_(True)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(UsageError, match="it was frozen until"):
+        late.step()
+    return weights
+
+
+def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():
+    one, other = together(unfrozen, 2)
+    assert one == other
