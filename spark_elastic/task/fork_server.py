@@ -1,9 +1,10 @@
 """The fork server: a process of an executor that has imported what workers need, and forks them.
 
 With `keep_workers` an agent does not start its worker itself. It asks the fork server of its executor for one, through
-a socket; the first agent starts the server. The server forks a keeper for each request. The keeper forks the worker,
-tells the agent its process id and its exit code, and kills it when the agent's connection closes. A request carries the
-worker's ends of the agent's pipes: the job's key and function go through those, so the server never holds them.
+a socket; the first agent starts the server. The server imports installed packages, and forks a keeper for each request.
+The keeper imports what is not installed and may change, forks the worker, tells the agent its process id and its exit
+code, and kills it when the agent's connection closes. A request carries the worker's ends of the agent's pipes: the
+job's key and function go through those, so the server never holds them.
 
 The server stays for `keep_workers` seconds after its last worker. It ends at once with its first guardian, the
 executor's JVM, and with its last worker after the end of another one, Spark's Python daemon: in local mode the JVM
@@ -19,6 +20,7 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -166,7 +168,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
 
     listener, keep_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     jvm, *others = [open_pidfd(int(pid)) for pid in arguments[2].split(",")]
-    import_modules(arguments[3:])
+    import_modules([module for module in arguments[3:] if _is_installed(module)])
     gc.collect()
     gc.freeze()  # the collector would write to pages that workers share
     server, keepers = os.getpid(), set[int]()
@@ -186,6 +188,13 @@ def serve(arguments: Sequence[str]) -> NoReturn:
                 if _is_own(connection) and _can_fork():
                     keepers.add(os.fork() or _keep_worker(connection, server))
     os._exit(0)
+
+
+def _is_installed(module: str) -> bool:
+    """Return True if the module is of an installed package, as `ForkServer.name` covers them, or of this one."""
+    package = module.partition(".")[0]
+    found = importlib.util.find_spec(package)
+    return package == "spark_elastic" or (found is not None and f"-packages{os.sep}" in str(found.origin))
 
 
 def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
