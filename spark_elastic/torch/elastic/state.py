@@ -265,7 +265,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
-    (torch.amp.GradScaler, GradScalerHandler),  # type: ignore[attr-defined]
+    (torch.amp.GradScaler, GradScalerHandler),
     (HasStateDict, StateDictHandler),
 ]
 

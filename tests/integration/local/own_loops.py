@@ -238,7 +238,7 @@ def two_die_the_first_at_the_end_of_an_epoch(folder):
 
 
 def a_scaler_skips_a_step(folder):
-    """Rows are recorded after each step, one of which is skipped; rank 2 dies two steps later, before a commit."""
+    """Rows are recorded after each step, one of which is skipped; rank 2 dies two steps later, between two checks."""
     import torch
 
     import spark_elastic.torch as hvd
@@ -264,6 +264,7 @@ def a_scaler_skips_a_step(folder):
                         optimizer.step()
                 sampler.record_batch(number, 5)
                 state.batch += 1
+                state.check_host_updates()
             state.epoch += 1
             sampler.set_epoch(state.epoch)
 
