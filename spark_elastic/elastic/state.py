@@ -82,7 +82,7 @@ class State:
     def mark_here(self) -> None:
         """Mark the present state without the check for updated hosts; does nothing in the middle of a step."""
         if self._may_mark():
-            self._counter.mark()
+            self._counter.advance()
 
     def leave_if_updated(self) -> None:
         """Raise HostsUpdatedInterrupt, on every member at the same call, if the world is about to change."""
@@ -128,7 +128,7 @@ class State:
 
     @property
     def progress(self) -> int | None:
-        """Optimizer steps so far (commits, if there is no optimizer); None before the first synchronisation."""
+        """Optimizer steps so far (without an optimizer: commits and checks); None before the first synchronisation."""
         version = self.version
         return None if version is None else version.steps
 
@@ -354,7 +354,7 @@ class ElasticState(State):
 
     def mark_here(self) -> None:
         if self._may_mark():
-            self._counter.mark()
+            self._count_mark()
             self._set_mark()
 
     def leave_if_updated(self) -> None:
@@ -448,12 +448,15 @@ class ElasticState(State):
         return super()._may_mark() and not self._steps.passes_begun()
 
     def _commit(self) -> None:
-        if self._counter.steps:  # optimizers count the steps, and a commit is a mark between two
+        self._count_mark()
+        self.save()
+        self._set_mark(committed=True)
+
+    def _count_mark(self) -> None:
+        if self._counter.steps:  # optimizers count the steps, and this is a mark between two
             self._counter.mark()
         else:
             self._counter.advance()
-        self.save()
-        self._set_mark(committed=True)
 
     def _set_mark(self, committed: bool = False) -> None:
         """Mark the present state: copy the plain values and light parts, unless `save` has just copied everything."""

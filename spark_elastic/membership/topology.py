@@ -21,7 +21,7 @@ class StateVersion:
     """
 
     loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
-    steps: int = 0  # optimizer steps applied in this loop; commits, if the state has no optimizer
+    steps: int = 0  # optimizer steps applied in this loop; commits and checks, if the state has no optimizer
     marks: int = 0
     """Commits, checks for updated hosts and turns since the last step, or since the loop began."""
 

@@ -13,6 +13,29 @@ from spark_elastic.torch.elastic import TorchState
 from tests.unit.torch.test_collectives import together
 
 
+@pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
+def test_checks_without_an_optimizer_count_as_steps_that_a_loss_takes_back(alone, kind):
+    state = kind(n=0)
+    lost = []
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.n < 20:
+            if state.n == 15 and not lost:
+                lost.append(state.version)
+                raise HorovodInternalError("a peer is gone")
+            if len(lost) == 1:
+                lost.append(state.version)
+            state.n += 1
+            if state.n == 10:
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    loop(state)
+    assert lost[1].steps_lost(lost[0]) == 5
+
+
 class Alias(torch.nn.Module):
     """Keeps the rows of its last batch in a buffer, and all rows so far in another."""
 
