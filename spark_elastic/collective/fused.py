@@ -292,8 +292,6 @@ class FusedReduction:
         align: int = 1,
     ) -> None:
         check_gradient_op(op, predivide)
-        self.completed = 0
-        """The number of completed reductions."""
         self._op = op
         self._compression = compression
         self._predivide = predivide
@@ -328,7 +326,6 @@ class FusedReduction:
         except HorovodInternalError:
             self._sets = []  # what is in flight keeps its own
             raise
-        self.completed += 1
         return results
 
     def _reduce(

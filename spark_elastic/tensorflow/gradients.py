@@ -60,11 +60,6 @@ class GradientReducer:
             align=ALIGN_BYTES,
         )
 
-    @property
-    def reductions(self) -> int:
-        """The number of reductions that this process has completed."""
-        return self._fused.completed
-
     def __call__(
         self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None
     ) -> tuple[list[Gradient], tf.Tensor | None]:

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import posixpath
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from typing import Any
 
@@ -127,8 +127,12 @@ class _MLflowFit:
         self._owns_run = False
         self._client: Any = None
         self.run_id: str | None = None
-        self._sender = ThreadPoolExecutor(1, "spark_elastic mlflow")
-        self._sent: list[Future[None]] = []
+        # a daemon: a request that the server never answers must not hold the program's exit
+        self._sender = threading.Thread(target=self._send_all, name="spark_elastic mlflow", daemon=True)
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        """What the thread has to send, each with its name; None: nothing follows."""
+        self._late = False
+        """The fit does not wait for the thread any longer."""
         self._warned: set[str] = set()
         self._workers: int | None = None
         self._epochs = 0
@@ -137,6 +141,9 @@ class _MLflowFit:
     def begin(self) -> None:
         with _brief_requests():
             self._try("the run", self._start_run)
+        if self.run_id is None:
+            return
+        self._sender.start()
         if self._callback.log_settings:
             self._send("the settings", self._log_settings)
         tags = {"spark_elastic.resumed": str(self._run.resumed).lower(), **self._callback.tags}
@@ -156,17 +163,20 @@ class _MLflowFit:
             self._send("a change", lambda: self._set_tags({"spark_elastic.last_change": str(change)}))
 
     def end(self, result: DriverResult) -> None:
+        if self.run_id is None:
+            return
         self._send("the outcome", lambda: self._set_tags(_outcome(result)))
-        waiting = wait(self._sent, END_WAIT_S).not_done
-        self._sender.shutdown(wait=not waiting, cancel_futures=True)
-        if waiting:
+        self._calls.put(None)
+        self._sender.join(END_WAIT_S)
+        self._late = self._sender.is_alive()
+        if self._late:
             log.warning(
                 "the MLflow run of this fit is incomplete: the tracking server has not taken all of it %.0f s after "
                 "the end of the training",
                 END_WAIT_S,
             )
             self._leave_run()
-        elif self.run_id is not None:
+        else:
             self._try("the events", lambda: self._log_events(result))
             if result.model is not None:
                 self._try("the plot", lambda: self._log_plot(result.model))
@@ -176,7 +186,11 @@ class _MLflowFit:
     def _send(self, name: str, call: Callable[[], None]) -> None:
         """Have the sender's thread make a call, if there is a run."""
         if self.run_id is not None:
-            self._sent.append(self._sender.submit(self._try, name, call))
+            self._calls.put((name, call))
+
+    def _send_all(self) -> None:
+        while (each := self._calls.get()) is not None and not self._late:
+            self._try(*each)
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         """Make a call; warn of its error, once for each name."""

@@ -61,7 +61,6 @@ def reduced_steps():
                 right.append(np.allclose(sparse, [(k + step) / n for k in range(n)], rtol=exact))
                 right += [out[1] is None, out[0].shape == (3, 5), out[3].dtype == tf.bfloat16]
                 checks[f"{how} {mode} {step}"] = all(right)
-        checks[f"{how} counted"] = reducer.reductions == 12
     total, _ = GradientReducer(op=hvd.Sum)([tf.fill([2], float(r))])
     checks["sum"] = total[0].numpy().tolist() == [float(sum(range(n)))] * 2
     divided, sums = GradientReducer(predivide=2.0)([tf.fill([2], float(r))], tf.constant([1.0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,32 @@ def test_store_on_the_drivers_disk_is_warned_of(uri: str, warns: bool, caplog: A
 )
 def test_values_of_both_splits_are_in_one_section(column: str, tag: str) -> None:
     assert tag_of(column) == tag
+
+
+def test_server_that_never_answers_does_not_hold_the_exit_of_the_program(monkeypatch: Any, caplog: Any) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def log_batch(*_: Any, **__: Any) -> None:
+        asked.set()
+        answered.wait()
+
+    def start_run(fit: Any) -> None:
+        fit.run_id = "r1"
+        fit._client = SimpleNamespace(log_batch=log_batch)
+
+    monkeypatch.setattr("spark_elastic.trackers.mlflow._MLflowFit._start_run", start_run)
+    monkeypatch.setattr("spark_elastic.trackers.mlflow.END_WAIT_S", 0.1)
+    tracker = MLflowCallback()
+    tracker.log_settings = False
+    tracker.on_fit_start(DriverRun("E"))
+    tracker.on_fit_end(DriverResult())
+    assert asked.wait(10)
+    threads = [each for each in threading.enumerate() if each.name.startswith("spark_elastic mlflow")]
+    answered.set()
+    for each in threads:
+        each.join()
+    assert [each.daemon for each in threads] == [True]
+    assert "is incomplete" in caplog.text
 
 
 def test_driver_callbacks_are_not_saved_with_an_estimator(caplog: Any) -> None:
