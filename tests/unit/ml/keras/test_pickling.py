@@ -180,22 +180,6 @@ def test_model_of_keras_layers_is_stored_without_a_pickle(make, compiled):
     assert [w.tolist() for w in again.get_weights()] == [w.tolist() for w in model.get_weights()]
 
 
-@pytest.mark.parametrize("name", ["archives\nloads", "sealing\n_compiled", "sealing\n_made"])
-def test_functions_named_by_pickles_of_earlier_versions_are_found(name):
-    model = net(keras.layers.Dense(2))
-    found = pickle.loads(f"cspark_elastic.ml.keras.{name}\n.".encode())
-    if name.endswith("_made"):
-        made = found(keras.saving.serialize_keras_object(keras.optimizers.SGD(0.5)), {})
-        assert float(made.learning_rate) == 0.5
-    else:
-        from spark_elastic.ml.keras.serialization import model_to_archive
-
-        more = [{"optimizer": "sgd", "loss": "mse"}, None] if name.endswith("_compiled") else []
-        made = found(model_to_archive(model), {}, *more)
-        assert made.compiled == bool(more)
-        assert [w.tolist() for w in made.get_weights()] == [w.tolist() for w in model.get_weights()]
-
-
 def test_archives_stay_in_memory(tmp_path, monkeypatch):
     # a worker that is killed while it loads the model removes no file
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
