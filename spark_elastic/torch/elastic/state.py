@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from spark_elastic.elastic.handlers import (
     Handlers,
@@ -265,7 +266,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
-    (torch.amp.GradScaler, GradScalerHandler),
+    (GradScaler, GradScalerHandler),
     (HasStateDict, StateDictHandler),
 ]
 
