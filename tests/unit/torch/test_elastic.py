@@ -360,7 +360,7 @@ def train_with_a_custom_state(kind):
 def test_a_custom_state_of_horovod_outlives_a_lost_worker(kind):
     with WorldDriver(start_with=3) as driver:
         driver.start(train_with_a_custom_state, kind, count=3)
-        assert driver.results(2) == [((8, 4), [2], True)] * 2
+        assert driver.results(2) == [((8, 8), [2], True)] * 2
 
 
 def check_without_gradients():

@@ -298,6 +298,8 @@ def many_steps(passes, dies=None):
             state.step += 1
             if state.step % 10 == 0:
                 state.commit()
+            else:
+                state.check_host_updates()
 
     loop(state)
     return applied, [each.tolist() for each in model.state_dict().values()]
@@ -327,7 +329,7 @@ def test_reductions_of_layers_and_of_gradients_keep_one_order_for_many_steps(siz
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_worker_that_dies_within_a_pass_costs_no_applied_step(passes, where, hosts, undisturbed):
-    """The commit is seven steps old by then: going back to it would apply them twice."""
+    """The commit is seven steps old by then, and the last check none: going back to the commit would be seen."""
     with WorldDriver(start_with=3, hosts=hosts) as driver:
         driver.start(many_steps, passes, (2, 17, where), count=3)
         results = driver.results(2)
