@@ -85,7 +85,8 @@ def doctor(argv: Sequence[str]) -> int:
         agent_ports=options.agent_ports,
     )
     opened, over = threading.Event(), threading.Event()
-    looking = threading.Thread(target=_look, args=(examination, options, opened, over), daemon=True)
+    looked_at = examination, options, opened, over
+    looking = threading.Thread(target=_look, args=looked_at, name="spark_elastic doctor", daemon=True)
     looking.start()
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
         problem = f"no session on {_where(options)} within {options.timeout:.0f} s"
