@@ -92,16 +92,6 @@ def test_an_executor_that_dies_before_the_start_in_a_sync_and_at_the_end(jobs, c
     diary.check(job)
 
 
-def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
-    job, diary = jobs.train(2)
-    world = diary.wait_for_world(2)
-    victim = world[0]
-    cluster.kill_worker(host_of(job, victim))
-    wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
-    diary.wait_for_world(1, after=victim["round"])
-    assert len(finished(job, diary)) == 1
-
-
 def test_executor_that_gets_sigterm_is_not_told_as_killed(jobs, cluster):
     job, diary = jobs.train(2)
     world = diary.wait_for_world(2)
@@ -111,6 +101,16 @@ def test_executor_that_gets_sigterm_is_not_told_as_killed(jobs, cluster):
     lost = [change for change in job.changes() if change.kind == "lost"]
     assert [change.reason for change in lost] == ["killed by signal 15"], lost
     assert len(finished(job, diary)) == 2
+
+
+def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
+    job, diary = jobs.train(2)
+    world = diary.wait_for_world(2)
+    victim = world[0]
+    cluster.kill_worker(host_of(job, victim))
+    wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
+    diary.wait_for_world(1, after=victim["round"])
+    assert len(finished(job, diary)) == 1
 
 
 def test_all_executors_lost_is_a_clear_error(jobs, cluster):
