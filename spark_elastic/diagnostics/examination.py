@@ -247,9 +247,8 @@ def judge_clocks(clocks: Mapping[str, float], began: float, ended: float) -> Fin
         ended: The driver's time after it.
     """
     middle = sorted(clocks.values())[len(clocks) // 2]
-    off = {
-        name: max(abs(at - middle), began - at, at - ended, 0.0) for name, at in clocks.items()
-    }  # of the two, what is known better: workers leave the all-reduce within milliseconds
+    # workers tell their time just after the all-reduce, so all of them at nearly the same moment
+    off = {name: max(abs(at - middle), began - at, at - ended, 0.0) for name, at in clocks.items()}
     name, worst = max(off.items(), key=lambda each: each[1])
     facts = {"off_s": off}
     if worst < SKEW_WARNING_S:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
+from spark_elastic.membership import events
 from spark_elastic.membership.commands import (
     AdmitProvisionally,
     Announce,
@@ -368,3 +369,8 @@ def test_executors_that_cannot_connect_are_not_told_to_be_more():
     assert "add executors" not in str(error)
     assert "spark.driver.host" in str(error)
     assert "no route" in str(error)
+
+
+def test_every_event_but_the_first_has_an_answer() -> None:
+    known = {kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, events.Event)}
+    assert set(training(1)._answers) == known - {events.Event, events.JobStarted}
