@@ -277,7 +277,7 @@ def quality(order: Order, batches: int) -> float:
 def endless(where: Path, rows: int) -> Dataset:
     """A set of that many rows of 88 B whose files are holes: no disk holds it, and nothing is read from one."""
     layout = Layout.of([TensorField("features", ("f",), "<f4", (20,)), TensorField("label", ("l",), "<i8", ())])
-    per_shard = (512 << 20) // (layout.stride * layout.rows_per_page_run) * layout.rows_per_page_run
+    per_shard = (512 << 20) // layout.stride
     store, shards = Store.create(where), []
     where.mkdir(parents=True, exist_ok=True)
     for number in range(-(-rows // per_shard)):

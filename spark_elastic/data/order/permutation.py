@@ -26,7 +26,6 @@ _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
 _BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
-_LONG_LINE = 512  # cells in a line from which on it is cheaper to compute line by line
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 
@@ -124,26 +123,6 @@ class Permutation:
             self._finish(line, column, step, out[start : start + _BLOCK])
         return out
 
-    def span(self, start: int, stop: int) -> Indices:
-        """Return `self[np.arange(start, stop)]`, a little faster."""
-        if self._sorted is not None:
-            return self._sorted[start:stop]
-        columns = len(self._first)
-        if columns < _LONG_LINE:
-            return self[np.arange(start, stop)]
-        out = np.empty(stop - start, np.int64)
-        for begin in range(start, stop, _BLOCK):
-            line, column, step = (row[: min(_BLOCK, stop - begin)] for row in self._scratch)
-            number, first = divmod(begin, columns)
-            filled = 0
-            while filled < len(line):  # along a line the first round needs neither a division nor a look-up
-                length = min(len(line) - filled, columns - first)
-                np.add(self._first[first : first + length], number, out=line[filled : filled + length])
-                column[filled : filled + length] = self._columns[first : first + length]
-                filled, number, first = filled + length, number + 1, 0
-            self._finish(line, column, step, out[begin - start : begin - start + _BLOCK])
-        return out
-
     def _finish(self, line: Indices, column: Indices, step: Indices, out: Indices) -> None:
         """Apply all rounds after the first one."""
         for number, table in enumerate(self._steps):
@@ -190,8 +169,6 @@ class GlobalOrder:
             for start, stop in pairwise(edges)
         ]
         counts = [stop - start for start, stop in parts]
-        if size == 1 and self._permutation is not None:
-            return self._permutation.span(edges[0], edges[-1]), counts
         positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
         return positions if self._permutation is None else self._permutation[positions], counts
 

@@ -186,7 +186,7 @@ class WindowedShuffle:
             window = self._windows.get(stream)
             if window is None or window.number != number:
                 window = self._windows[stream] = self._window(stream, number, start, stop)
-            positions = window.order.span(at - start, until - start)
+            positions = window.order[np.arange(at - start, until - start)]
             out[at - index : until - index] = self._rows_in_window(window, positions)
             at = until
 
