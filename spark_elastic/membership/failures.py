@@ -258,7 +258,7 @@ class CrashLoopDetector:
             step=furthest.steps if after_loop else furthest.steps + 1,
             after_loop=after_loop,
             worlds=_worlds(member for member, _ in crashes),
-            crashes=[(member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes],
+            crashes=tuple((member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes),
             memory=next((exit.memory for _, exit in reversed(crashes) if exit.memory), ""),
             stderr_tail=next((exit.stderr_tail for _, exit in reversed(crashes) if exit.stderr_tail), ""),
         )
