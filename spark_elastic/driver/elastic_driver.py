@@ -13,17 +13,17 @@ import dataclasses
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
+from spark_elastic.driver.results import WorkerResults
 from spark_elastic.errors import (
     JobCancelledError,
     JobError,
-    ResultError,
     SessionLostError,
     SparkElasticError,
     UserFunctionError,
@@ -32,10 +32,10 @@ from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, loss_in_words, reported
+from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
-from spark_elastic.membership.topology import SlotId, WorkerId
+from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
@@ -54,7 +54,7 @@ CLOSE_TIMEOUT_S = 3.0
 MAX_CLOCK_INTERVAL_S = 2.0
 """Seconds between two readings of the clocks, which find the driver's own pauses."""
 _MOST_SLOTS_NAMED = 8
-_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
+_LOOK_S = 0.005
 
 
 class EventSource(Protocol):
@@ -88,58 +88,6 @@ class JobStatus:
     """Workers that were lost or removed since the job began."""
     resets: int = 0
     """Worlds that were built after the first."""
-
-
-class WorkerResults:
-    """The results of the finished workers, collected as their slots end."""
-
-    def __init__(self) -> None:
-        self.expected: tuple[WorkerId, ...] | None = None
-        """The workers whose results the job returns, in rank order; None while the job is not finished."""
-        self._by_worker: dict[WorkerId, bytes] = {}
-        self._due_in: dict[SlotId, WorkerId] = {}
-        """The slots that still have to deliver a result of the finished job."""
-        self._undelivered: dict[WorkerId, LossCause] = {}
-        """The cause of the end of each worker's slot that has not delivered its result."""
-
-    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
-        self.expected = workers
-        self._due_in = dict(slots)
-
-    def slot_ended(self, end: LaunchEnd) -> None:
-        """Keep the result that a slot delivered at its end or, if it was due and is missing, the cause of the end."""
-        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
-            self._by_worker[end.outcome.worker] = end.outcome.result
-        elif end.slot in self._due_in:
-            self._undelivered[self._due_in[end.slot]] = end.cause
-
-    def in_rank_order(self) -> list[bytes]:
-        """Return one pickled result per rank.
-
-        Raises:
-            ResultError: Results are missing, or one was larger than Spark accepts.
-        """
-        assert self.expected is not None
-        missing = [worker for worker in self.expected if worker not in self._by_worker]
-        if missing:
-            raise self._error(self.expected, missing)
-        return [self._by_worker[worker] for worker in self.expected]
-
-    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
-        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
-        if refused:
-            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
-        reasons = sorted(map(loss_in_words, causes))
-        if len(missing) == len(expected):
-            return ResultError(
-                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
-            )
-        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
-        return ResultError(
-            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
-            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
-        )
 
 
 class ElasticDriver:
@@ -426,7 +374,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(_in_process_time(record, self._machine_clock.paused_s))
+                self._announcer.announce(record.shifted(self._machine_clock.paused_s))
             case _:
                 self._peers.send(command)
 
@@ -490,34 +438,22 @@ class Alarm:
         self._ring()
 
 
-def _in_process_time(record: Record, away_s: float) -> Record:
-    """Return a record of the machine with its times on this process's clock, which is `away_s` ahead."""
-    times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
-    return dataclasses.replace(record, **{name: at + away_s for name, at in times.items() if at is not None})
-
-
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
     """Call all functions, each in its own thread, and wait until all have returned. Errors are logged.
 
     Without an executor: at the interpreter's exit executors start no threads any more.
     """
-    loop = asyncio.get_running_loop()
-    closed = [loop.create_future() for _ in closings]
 
-    def close(number: int) -> None:
+    def close(closing: Callable[[], None]) -> None:
         try:
-            closings[number]()
+            closing()
         except Exception:
-            logger.exception("could not close %r", closings[number])
-        finally:
-            loop.call_soon_threadsafe(closed[number].set_result, None)
+            logger.exception("could not close %r", closing)
 
     threads = [
-        threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
-        for number in range(len(closings))
+        threading.Thread(target=close, args=(each,), name="spark_elastic-close", daemon=True) for each in closings
     ]
     for thread in threads:
         thread.start()
-    await asyncio.gather(*closed)
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        await asyncio.sleep(_LOOK_S)

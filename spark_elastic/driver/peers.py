@@ -22,6 +22,7 @@ from spark_elastic.driver.expected_lines import ExpectedLines
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.driver.results import LoopResults
 from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
@@ -36,7 +37,6 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
 """Seconds for which messages of a worker are still read after its process has ended."""
 
@@ -58,35 +58,6 @@ class JobObserver(Protocol):
     def job_over(self) -> None:
         """Learn that nothing comes any more."""
         ...
-
-
-class LoopResults:
-    """The results of finished elastic loops, as rank 0 sent them, for newcomers that skip those loops."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[int, wire.LoopResult] = {}
-        self._behind: dict[WorkerId, int] = {}
-        """Newcomers that may still need results, with the loop that each of them is to join."""
-
-    def offered(self, result: wire.LoopResult) -> list[WorkerId]:
-        """Keep the result of a loop. Returns the newcomers to send it to."""
-        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
-        if total > MAX_LOOP_RESULTS_BYTES:
-            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
-            result = wire.LoopResult(result.loop, problem, b"")
-        self._by_loop[result.loop] = result
-        return [worker for worker, loop in self._behind.items() if result.loop < loop]
-
-    def for_newcomer(self, worker: WorkerId, loop: int) -> list[wire.LoopResult]:
-        """Return the results of the loops before `loop`, which the worker is to join."""
-        if loop > 1:
-            self._behind[worker] = loop
-        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
-
-    def joined(self, workers: Iterable[WorkerId]) -> None:
-        """Stop collecting results for workers that are members of a world now."""
-        for worker in workers:
-            self._behind.pop(worker, None)
 
 
 @dataclass(eq=False)
