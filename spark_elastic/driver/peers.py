@@ -233,7 +233,7 @@ class Peers:
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat(running):
-                self.server.acknowledge_agent(agent)
+                self.server.to_agent(agent, wire.Pong())
                 self.handle(seen.AgentAlive(agent, running))
             case wire.WorkerDying(worker, exit_code):
                 if self._agent_of.get(worker) == agent:
@@ -284,7 +284,7 @@ class Peers:
             case wire.WorkerHello():
                 self.handle(seen.WorkerAlive(worker))
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
-                self.server.acknowledge_worker(worker)
+                self.server.to_worker(worker, wire.Pong())
                 self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
             case wire.Ready(round, version, at_init, loop):
                 self.handle(seen.WorkerReady(worker, round, version, at_init, loop))

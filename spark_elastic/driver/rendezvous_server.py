@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spark_elastic import clock
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
@@ -25,11 +24,6 @@ MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
 HELLO_TIMEOUT_S = 60.0
 """Agents and workers send their hello as soon as they are authenticated."""
-
-_PONG_AFTER = 0.2
-"""The share of `silence_limit_s` after which a heartbeat is answered. An answer to each would double the cost of a job
-that merely trains. Peers are told to wait for longer by the time for which none may come."""
-_PONG = encode(wire.Pong())
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +152,7 @@ class RendezvousServer:
         listener: Receives the peers' messages.
         heartbeat_interval_s: Sent to peers in the welcome, like `stall_timeout_s`.
         silence_limit_s: Seconds for which this side may stand still before peers take it for lost. They do so when they
-            were without a message for somewhat longer, because not every heartbeat is answered.
+            were without a message for a heartbeat interval longer.
         stall_timeout_s: The setting `stall_timeout`.
         encrypt: Encrypt the channels; agents and workers need the same value.
         max_unauthenticated: See `Admission`.
@@ -182,10 +176,8 @@ class RendezvousServer:
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._hello_timeout_s = hello_timeout_s
-        self._pong_after_s = silence_limit_s * _PONG_AFTER
-        # the last message before this side stands still may be as old as a heartbeat that was just too early to be
-        # answered, and the next one was to come an interval later
-        told_limit_s = silence_limit_s + self._pong_after_s + heartbeat_interval_s
+        # the last answer before this side stands still may be an interval old
+        told_limit_s = silence_limit_s + heartbeat_interval_s
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
         self._serving = False
@@ -228,20 +220,6 @@ class RendezvousServer:
         """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
-
-    def acknowledge_agent(self, agent: AgentId) -> None:
-        """Answer a heartbeat if nothing else was sent to the agent for a while."""
-        if agent in self._agents:
-            self._acknowledge(self._agents[agent])
-
-    def acknowledge_worker(self, worker: WorkerId) -> None:
-        """Answer a heartbeat if nothing else was sent to the worker for a while."""
-        if worker in self._workers:
-            self._acknowledge(self._workers[worker])
-
-    def _acknowledge(self, stream: MessageStream) -> None:
-        if clock.monotonic() - stream.sent_at >= self._pong_after_s:
-            stream.send_encoded(_PONG)
 
     def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
         """Send a message to several workers; it is encoded once."""

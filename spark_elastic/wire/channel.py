@@ -244,8 +244,6 @@ class MessageStream(asyncio.BufferedProtocol):
         """Why this side closed an unauthenticated connection; "" if the other side did."""
         self._server = server
         self.peer_address = ""
-        self.sent_at = float("-inf")
-        """When something was sent last, on the monotonic clock."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -261,7 +259,6 @@ class MessageStream(asyncio.BufferedProtocol):
         """Queue messages that are encoded already, because other streams send them too. Otherwise like `send`."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
-        self.sent_at = monotonic()
         self._transport.write(b"".join(map(self._connection.send, bodies)))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")

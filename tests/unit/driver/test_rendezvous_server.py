@@ -168,29 +168,8 @@ def test_world_is_encoded_once_for_all_members(served, monkeypatch):
     assert encoded.count(wire.WorldAssigned) == 1
 
 
-@pytest.mark.parametrize(("silence_limit_s", "answered"), [(0.0, True), (1e6, False)])
-def test_heartbeat_is_answered_if_nothing_else_was_sent_for_a_while(silence_limit_s, answered):
-    served = Served(silence_limit_s=silence_limit_s)
-    try:
-        served.listener.expected.add(5)
-        _, agent = served.client(HELLO)
-        _, worker = served.client(wire.WorkerHello(5, 1))
-        served.listener.wait_for("agent_joined", 1)
-        served.listener.wait_for("worker_said", 5)
-        served.call(served.server.acknowledge_agent, 1)
-        served.call(served.server.to_agent, 1, wire.FinishAgent(False, "last"))
-        served.call(served.server.acknowledge_worker, 5)
-        served.call(served.server.to_workers, [5, 6], wire.Cut(1, "last"))
-        agent.wait_for("message", wire.FinishAgent(False, "last"))
-        worker.wait_for("message", wire.Cut(1, "last"))
-        for inbox in (agent, worker):
-            assert (("message", wire.Pong()) in inbox.told) is answered
-    finally:
-        served.close()
-
-
 @pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5, 1)])
-def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer_whose_last_heartbeat_it_left_unanswered(hello):
+def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
     served = Served(silence_limit_s=limit_s, heartbeat_interval_s=interval_s)
     try:
@@ -206,10 +185,7 @@ def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer_whose_la
         channel.start(received, inbox.closed)
         channel.send(hello)
         inbox.wait_for("message")
-        time.sleep(0.8 * interval_s)  # so early after the welcome that it is not answered
-        served.call(served.server.acknowledge_agent, 1)
-        served.call(served.server.acknowledge_worker, 5)
-        served.call(time.sleep, 0.95 * limit_s)
+        served.call(time.sleep, 0.95 * (limit_s + interval_s))
         served.call(served.server.to_agent, 1, wire.Pong())
         served.call(served.server.to_worker, 5, wire.Pong())
         inbox.wait_for("message", wire.Pong())
