@@ -200,11 +200,7 @@ class Channel:
 # --- the asyncio end --------------------------------------------------------------------------------
 
 
-_arrivals = threading.local()
-"""For each thread with an event loop, the memory in which the bytes of all its streams arrive, one read at a time."""
-
-
-class MessageStream(asyncio.BufferedProtocol):
+class MessageStream(asyncio.Protocol):
     """A protocol that authenticates the peer, then turns bytes into messages and back.
 
     All calls, of methods and of callbacks, happen on the loop's thread.
@@ -255,11 +251,11 @@ class MessageStream(asyncio.BufferedProtocol):
         if self._open:
             self.send_encoded(encode(message))
 
-    def send_encoded(self, *bodies: bytes) -> None:
-        """Queue messages that are encoded already, because other streams send them too. Otherwise like `send`."""
+    def send_encoded(self, body: bytes) -> None:
+        """Queue a message that is encoded already, because other streams send it too. Otherwise like `send`."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(b"".join(map(self._connection.send, bodies)))
+        self._transport.write(self._connection.send(body))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
 
@@ -298,17 +294,10 @@ class MessageStream(asyncio.BufferedProtocol):
         if greeting := self._connection.start():
             transport.write(greeting)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        # one for all streams: memory of that size for each read costs more than what is done with a heartbeat
-        if not hasattr(_arrivals, "buffer"):
-            _arrivals.buffer = bytearray(_READ_BYTES)
-        buffer: bytearray = _arrivals.buffer
-        return buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def data_received(self, data: bytes) -> None:
         assert self._transport is not None
         try:
-            bodies, reply = self._connection.receive(bytes(memoryview(_arrivals.buffer)[:nbytes]))
+            bodies, reply = self._connection.receive(data)
             if reply:
                 self._transport.write(reply)
             if self._connection.authenticated and not self._open:

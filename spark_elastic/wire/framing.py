@@ -193,10 +193,6 @@ class Connection:
             AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.
             FrameTooLargeError: a frame announces more than the limit.
         """
-        if self.authenticated and not self._buffer:  # nothing is incomplete: no need to copy what is not, either
-            bodies, end = self._bodies_in(data)
-            self._buffer += data[end:]
-            return bodies, b""
         self._buffer += data
         reply = b""
         if not self.authenticated:
@@ -270,23 +266,18 @@ class Connection:
 
     def _bodies(self, most: int | None = None) -> list[bytes]:
         """Return the bodies of the complete frames in the buffer, at most that many."""
-        bodies, end = self._bodies_in(self._buffer, most)
-        del self._buffer[:end]
-        return bodies
-
-    def _bodies_in(self, data: bytes | bytearray, most: int | None = None) -> tuple[list[bytes], int]:
-        """Return the bodies of the complete frames in `data`, at most that many, and where the last of them ends."""
         bodies: list[bytes] = []
-        start, length = 0, len(data)
+        start, length = 0, len(self._buffer)
         while length - start >= _HEADER_BYTES and (most is None or len(bodies) < most):
-            (size,) = _LENGTH.unpack_from(data, start)
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
             if size > self._max_frame_bytes:
                 raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
             at = start + _HEADER_BYTES
             if length < at + size:
                 break
-            mac, body = bytes(data[start + _LENGTH.size : at]), bytes(data[at : at + size])
+            mac, body = bytes(self._buffer[start + _LENGTH.size : at]), bytes(self._buffer[at : at + size])
             bodies.append(self._receiving.check(self._received, mac, body))
             self._received += 1
             start = at + size
-        return bodies, start
+        del self._buffer[:start]
+        return bodies
