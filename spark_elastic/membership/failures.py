@@ -155,7 +155,7 @@ REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
 EXITS_OF_OURS = frozenset({75, 76, 79})
-"""Codes with which a worker ends itself because others are gone, see `task.main` and `task.driver_client`."""
+"""Codes with which a worker ends itself because others are gone, see `task.main`."""
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
 """Signals that other processes send, a preemption for example; a crash raises a different one."""

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 _POLL_S = 0.2
 _ENDED = ("Z", "X")
@@ -79,6 +80,19 @@ def leave() -> None:
     """Record that this process is about to end by itself: its death is not to be reported before its last messages."""
     if _life is not None:
         _life.leave()
+
+
+def exit_now(code: int, why: str = "") -> NoReturn:
+    """Flush the output and end the process, from any thread."""
+    if why:
+        print(why, file=sys.stderr)
+    leave()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # the pipe is gone with its reader
+    os._exit(code)
 
 
 def start_reaper(death_fd: int) -> None:

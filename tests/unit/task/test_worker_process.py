@@ -181,7 +181,7 @@ def test_end_that_the_worker_does_not_announce_is_reported(tmp_path, end, code):
 
 
 def test_worker_that_ends_itself_reports_nothing_beforehand(tmp_path):
-    module = "from spark_elastic.task.driver_client import exit_now\nexit_now(5)\n"
+    module = "from spark_elastic.task.reaper import exit_now\nexit_now(5)\n"
     assert ending(tmp_path, module) == ([], 5)
 
 
@@ -196,7 +196,7 @@ subprocess.run([sys.executable, "-c", ""])
 thread = threading.Thread(target=print)
 thread.start()
 thread.join()
-from spark_elastic.task.driver_client import exit_now
+from spark_elastic.task.reaper import exit_now
 exit_now(0)
 """
     assert ending(tmp_path, module) == ([], 0)
