@@ -35,8 +35,8 @@ from _harness import Series, parser, report
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.files import SETTING
 from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
-from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import Order, WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 

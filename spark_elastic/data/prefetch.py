@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.windows import WindowedShuffle
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import Order, WindowedShuffle
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from spark_elastic.data.files import SplitFiles, least_cache_bytes
 from spark_elastic.data.manifest import Kind, Manifest, TensorField
-from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
-from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
+from spark_elastic.data.order.permutation import GlobalOrder, Indices
+from spark_elastic.data.order.windows import Order, WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
 from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import InvalidSettingsError, nearest

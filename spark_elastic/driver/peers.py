@@ -62,7 +62,7 @@ class JobObserver(Protocol):
 
 @dataclass(eq=False)
 class Peers:
-    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`."""
+    """The agents and workers that are connected to the driver."""
 
     spec: LaunchSpec
     settings: ElasticSettings
@@ -164,6 +164,7 @@ class Peers:
     # --- agents -----------------------------------------------------------------------------------------
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
+        """Handle a new agent. `address` is the agent's own address on this connection."""
         self._slot_of[agent] = hello.place.slot
         if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
@@ -277,6 +278,7 @@ class Peers:
     # --- workers ----------------------------------------------------------------------------------------
 
     def worker_expected(self, worker: WorkerId) -> bool:
+        """Return True if this worker was started and is not gone. The server turns away all others."""
         return worker in self._agent_of
 
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None:

@@ -1,6 +1,6 @@
 """RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It runs
+It authenticates peers, identifies them by their first message, and passes further messages to its `Peers`. It runs
 on the driver's event loop; every method must be called there.
 """
 
@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
@@ -19,6 +19,9 @@ from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
+
+if TYPE_CHECKING:
+    from spark_elastic.driver.peers import Peers
 
 MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
@@ -124,26 +127,6 @@ class RoundKeyValues:
         self._bytes += size
 
 
-class Listener(Protocol):
-    """The receiver of the server's connections and messages: `peers.Peers`."""
-
-    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
-        """Handle a new agent. `address` is the agent's own address on this connection."""
-        ...
-
-    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
-
-    def agent_gone(self, agent: AgentId, why: str) -> None: ...
-
-    def worker_expected(self, worker: WorkerId) -> bool:
-        """Return True if this worker was started and is not gone. The server turns away all others."""
-        ...
-
-    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
-
-    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
-
-
 class RendezvousServer:
     """Accepts agents and workers, and sends messages to them by their ids.
 
@@ -162,7 +145,7 @@ class RendezvousServer:
     def __init__(
         self,
         key: bytes,
-        listener: Listener,
+        listener: Peers,
         *,
         heartbeat_interval_s: float,
         silence_limit_s: float,
@@ -196,7 +179,7 @@ class RendezvousServer:
         self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection. `Listener` is not called."""
+        """Stop listening and close every connection. `Peers` is not called."""
         if not self._serving:
             return
         self._serving = False
@@ -212,12 +195,12 @@ class RendezvousServer:
     # --- to peers -----------------------------------------------------------------------------------
 
     def to_agent(self, agent: AgentId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the agent is gone, which `Listener.agent_gone` has reported."""
+        """Send a message. Does nothing if the agent is gone, which `Peers.agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
     def to_worker(self, worker: WorkerId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
+        """Send a message. Does nothing if the worker is gone, which `Peers.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
 
@@ -234,12 +217,12 @@ class RendezvousServer:
         self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
+        """Close an agent's connection without a message to it. `Peers.agent_gone` is called."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Send a goodbye to a worker and close its connection. `Listener.worker_gone` is not called."""
+        """Send a goodbye to a worker and close its connection. `Peers.worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]

@@ -448,6 +448,7 @@ class _Agent:
         self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
+        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
@@ -455,10 +456,12 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
             self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()

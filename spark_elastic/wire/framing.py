@@ -26,7 +26,7 @@ import hashlib
 import hmac
 import os
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 from spark_elastic.errors import AuthenticationError, FrameTooLargeError, MissingExtraError, ProtocolError
 
@@ -62,35 +62,25 @@ def require_encryption() -> None:
         raise MissingExtraError(what="encrypt=True", package="cryptography", extra="encryption") from None
 
 
-class _Protection(Protocol):
-    """Protects the frames of one direction."""
-
-    def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
-        """Return the MAC or tag of a frame, and its body as it is sent."""
-        ...
-
-    def check(self, number: int, mac: bytes, body: bytes) -> bytes:
-        """Return the body of a frame that has arrived. Raises `AuthenticationError` if it is not what was sent."""
-        ...
-
-
 class _Authenticated:
-    """HMAC-SHA256; bodies can be read on the way."""
+    """Protects the frames of one direction by HMAC-SHA256; bodies can be read on the way."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
+        """Return the MAC or tag of a frame, and its body as it is sent."""
         return _hmac(self._key, _SEQUENCE.pack(number), body)[:_MAC_BYTES], body
 
     def check(self, number: int, mac: bytes, body: bytes) -> bytes:
+        """Return the body of a frame that has arrived. Raises `AuthenticationError` if it is not what was sent."""
         if not hmac.compare_digest(mac, self.protect(number, body)[0]):
             raise AuthenticationError(_ALTERED)
         return body
 
 
 class _Encrypted:
-    """ChaCha20-Poly1305. A key serves one direction of one connection, so that no nonce is used twice."""
+    """The same by ChaCha20-Poly1305. A key serves one direction of one connection, so that no nonce is used twice."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -156,8 +146,8 @@ class Connection:
         self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
         self._exchange = _KeyExchange() if encrypt else None
         self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
-        self._sending: _Protection = _Authenticated(b"")
-        self._receiving: _Protection = _Authenticated(b"")
+        self._sending: _Authenticated | _Encrypted = _Authenticated(b"")
+        self._receiving: _Authenticated | _Encrypted = _Authenticated(b"")
         self._expected_proof = b""
         self._sent = 0
         self._received = 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -139,22 +138,6 @@ class Permutation:
         out[outside] = self[out[outside]]
 
 
-class Order(Protocol):
-    """The order of one epoch's rows, and each rank's part of a global batch.
-
-    A function of (rows, seed, epoch) and of settings that are the same on all ranks, never of the number of ranks. So
-    the state of an epoch is one integer: the position up to which its rows are done.
-    """
-
-    rows: int
-
-    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
-        """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
-
-        The rows of all batches come one batch's after another's, with the number of rows in each batch.
-        """
-
-
 class GlobalOrder:
     """One permutation of all rows. A rank takes a contiguous part of each batch; parts differ by at most one row."""
 
@@ -164,6 +147,10 @@ class GlobalOrder:
         self._permutation = Permutation(rows, derived_key(seed, epoch)) if shuffle else None
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+        """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
+
+        The rows of all batches come one batch's after another's, with the number of rows in each batch.
+        """
         parts = [
             (start + (stop - start) * rank // size, start + (stop - start) * (rank + 1) // size)
             for start, stop in pairwise(edges)
