@@ -7,7 +7,6 @@ after any pause.
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -179,8 +178,6 @@ class CrashLoopDetector:
     _version: StateVersion = BEGINNING  # the most advanced version that any worker reported
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
-    _deaths_by_agent: dict[AgentId, list[WorkerId]] = field(default_factory=dict)
-    _deaths_by_round: Counter[int] = field(default_factory=Counter)
     #: The newest exits that agents reported, oldest first.
     _exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
     _rounds_that_trained: set[int] = field(default_factory=set)
@@ -201,16 +198,10 @@ class CrashLoopDetector:
         """Record that a member's process died while its agent was connected."""
         if self.limit is not None and member.id not in self._deaths:
             self._deaths[member.id] = (member, now)
-            self._deaths_by_agent.setdefault(member.agent.id, []).append(member.id)
-            self._deaths_by_round[member.round] += 1
 
     def forget_agent(self, agent: AgentId) -> None:
         """Drop the deaths under a lost agent, because not only the processes were lost."""
-        for worker in self._deaths_by_agent.pop(agent, ()):
-            member, _ = self._deaths.pop(worker)
-            self._deaths_by_round[member.round] -= 1
-            if not self._deaths_by_round[member.round]:
-                del self._deaths_by_round[member.round]
+        self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent.id != agent}
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""
@@ -248,8 +239,6 @@ class CrashLoopDetector:
     def reset(self) -> None:
         """Forget the deaths so far, because a step was applied or their cause was dealt with."""
         self._deaths.clear()
-        self._deaths_by_agent.clear()
-        self._deaths_by_round.clear()
 
     def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
         crashes = self.crashes(now)
@@ -264,7 +253,7 @@ class CrashLoopDetector:
         )
 
     def _worlds_with_deaths(self) -> int:
-        return len(self._deaths_by_round)
+        return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
         returned = member.run_again_in == member.round  # and was to run again: the process may have ended as it should
