@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import socket
 import threading
@@ -39,7 +38,7 @@ from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.job_status import Document, StatusModel, Totals, WorkerStatus
+from spark_elastic.reporting.job_status import Document, JobStatus, StatusModel, WorkerStatus
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import LaunchSpec
@@ -65,29 +64,6 @@ class EventSource(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class JobStatus:
-    """The state of a job at one moment."""
-
-    phase: str
-    round: int
-    """Number of the current world; 0 before the first."""
-    size: int
-    """Size of the current world; 0 before the first."""
-    progress: int | None
-    """The most optimizer steps known to be applied."""
-    waiting_for: str
-    """The reason of the current wait, in words; empty if the job waits for nothing."""
-    ready: int = 0
-    """Workers that wait for a world or are members of one."""
-    succeeded: int = 0
-    """Workers whose function has returned."""
-    failed: int = 0
-    """Workers that were lost or removed since the job began."""
-    resets: int = 0
-    """Worlds that were built after the first."""
 
 
 class ElasticDriver:
@@ -188,12 +164,12 @@ class ElasticDriver:
         return max(0, len(self._launched) - len(self._peers.agents))
 
     def status(self) -> JobStatus:
-        known, registry = self._machine.status(), self._machine.registry
+        registry, world = self._machine.registry, self._machine.world
         return JobStatus(
-            phase=(Phase.FAILED if self._has_failed else known.phase).value,
+            phase=(Phase.FAILED if self._has_failed else self._machine.phase).value,
             round=registry.round,
-            size=known.size,
-            progress=known.progress,
+            size=0 if world is None else world.size,
+            progress=self._machine.progress,
             waiting_for=self._announcer.waiting,
             ready=registry.ready,
             succeeded=registry.succeeded,
@@ -218,11 +194,7 @@ class ElasticDriver:
 
     def document(self, model: StatusModel) -> Document:
         """Return what the status page shows at this moment."""
-        status = self.status()
-        totals = Totals(
-            status.phase, status.round, status.ready, status.succeeded, status.failed, status.resets, status.progress
-        )
-        return model.document(totals, self.workers(), self.changes(), clock.monotonic(), clock.wall())
+        return model.document(self.status(), self.workers(), self.changes(), clock.monotonic(), clock.wall())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the job's thread. No effect before `run` and after its end."""
@@ -386,7 +358,7 @@ class ElasticDriver:
             self._announce_failure(error)
 
     def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.status().progress)
+        return SessionLostError(reason=why, progress=self._machine.progress)
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True

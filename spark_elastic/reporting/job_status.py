@@ -59,17 +59,27 @@ class WorkerStatus:
     """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The membership machine's numbers, as in `ElasticJob.status()`."""
+@dataclass(frozen=True)
+class JobStatus:
+    """The state of a job at one moment."""
 
     phase: str
     round: int
-    ready: int
-    succeeded: int
-    failed: int
-    resets: int
-    steps: int | None
+    """Number of the current world; 0 before the first."""
+    size: int
+    """Size of the current world; 0 before the first."""
+    progress: int | None
+    """The most optimizer steps known to be applied."""
+    waiting_for: str
+    """The reason of the current wait, in words; empty if the job waits for nothing."""
+    ready: int = 0
+    """Workers that wait for a world or are members of one."""
+    succeeded: int = 0
+    """Workers whose function has returned."""
+    failed: int = 0
+    """Workers that were lost or removed since the job began."""
+    resets: int = 0
+    """Worlds that were built after the first."""
 
 
 @dataclass(slots=True)
@@ -169,7 +179,7 @@ class StatusModel:
 
     def document(
         self,
-        totals: Totals,
+        status: JobStatus,
         workers: Sequence[WorkerStatus],
         changes: Sequence[MembershipChange],
         now: float,
@@ -178,7 +188,7 @@ class StatusModel:
         """Return the document of this moment, made of values that JSON can express.
 
         Args:
-            totals: The numbers of the membership machine.
+            status: The state of the job.
             workers: All workers that are not gone.
             changes: The job's changes, with times in seconds since 1970.
             now: The time on the monotonic clock.
@@ -195,20 +205,20 @@ class StatusModel:
                 "now": _rounded(wall),
                 "started": _rounded(self._began + to_wall),
                 "ended": None if ended is None else _rounded(ended.at + to_wall),
-                "phase": totals.phase if ended is None else ended.outcome,
+                "phase": status.phase if ended is None else ended.outcome,
                 "reason": "" if ended is None else _cut(ended.why.partition("\n")[0], MOST_TEXT),
                 "wait": self._wait_now(now),
-                "progress": self._progress(totals, by_worker, now),
+                "progress": self._progress(status, by_worker, now),
                 "world": {
-                    "round": totals.round,
+                    "round": status.round,
                     "size": sizes[-1][1],
                     "num_proc": settings.num_proc,
                     "min_num_proc": settings.min_num_proc,
                     "max_num_proc": settings.max_num_proc,
-                    "ready": totals.ready,
-                    "succeeded": totals.succeeded,
-                    "failed": totals.failed,
-                    "resets": totals.resets,
+                    "ready": status.ready,
+                    "succeeded": status.succeeded,
+                    "failed": status.failed,
+                    "resets": status.resets,
                     "history": [[_rounded(at + to_wall), size] for at, size in sizes],
                 },
                 "heartbeat_timeout_s": settings.heartbeat_timeout_s,
@@ -231,12 +241,12 @@ class StatusModel:
         }
 
     def _progress(
-        self, totals: Totals, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
+        self, status: JobStatus, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
     ) -> Document:
         over = self._ended is not None
         known = sorted(rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None)
         made: Document = {
-            "steps": totals.steps,
+            "steps": status.progress,
             "steps_per_s": None if over or not known else _rounded(known[len(known) // 2]),
             "epoch": None,
             "epochs": None,
