@@ -115,10 +115,15 @@ def has_arrow_udfs(df: Any) -> bool:
     return all([int(part) for part in each] >= [4, 1] for each in versions) and is_connect(df) == is_remote()
 
 
+def is_local_master(master: str) -> bool:
+    """Return True if Spark's tasks run on this machine, in the driver's own JVM."""
+    return master == "local" or master.startswith("local[")
+
+
 def runs_locally(session: Any) -> bool:
     """Return True if the server runs tasks inside its own JVM, and this process is on the same machine."""
     master = setting_of(session, "spark.master", "") or ""
-    return (master == "local" or master.startswith("local[")) and is_this_machine(server_of(session)[0])
+    return is_local_master(master) and is_this_machine(server_of(session)[0])
 
 
 def server_of(session: Any) -> tuple[str, int]:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.data.spark_connect import is_connect, is_local_master
 from spark_elastic.errors import ExecutorPythonError, NotPicklableError
 
 NEEDED = ("cloudpickle", "numpy", "torch", "spark_elastic")
@@ -64,11 +64,6 @@ def choose_python(context: Any) -> None:
     elif not _is_this_python(shutil.which(context.pythonExec)):
         _check_program(str(context.pythonExec))
     _checked.add(about)
-
-
-def is_local_master(master: str) -> bool:
-    """Return True if Spark's tasks run on this machine, in the driver's own JVM."""
-    return master == "local" or master.startswith("local[")
 
 
 def _is_this_python(program: str | None) -> bool:

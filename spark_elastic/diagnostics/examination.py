@@ -13,9 +13,10 @@ from importlib import metadata
 from typing import Any
 
 from spark_elastic import clock
+from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.spark_connect import is_connect, setting_of
 from spark_elastic.data.spark_console import close_connection
-from spark_elastic.data.store import Store, ensure_shared
+from spark_elastic.data.store import Store
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
 from spark_elastic.driver.preflight import check_java, check_spark
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
