@@ -193,11 +193,20 @@ def default_child_signal() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the process's state on, which is its third.
+
+    Raises:
+        OSError: There is no such process, or no such file on this system.
+    """
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()  # its second, the name, may have spaces in it
+
+
 def process_state(pid: int) -> str:
     """Return Linux's letter for the state of a process, as `ps` shows it; "" if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
+        return stat_of(pid)[0]
     except (OSError, IndexError):
         return ""
 
@@ -205,12 +214,6 @@ def process_state(pid: int) -> str:
 def exit_code_of(pid: int) -> int | None:
     """Return the exit code of a process that dies, a negative one for a signal; None if the system does not show it."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+        return os.waitstatus_to_exitcode(int(stat_of(pid)[49]))
     except (OSError, IndexError, ValueError):
         return None
-
-
-_EXIT_CODE = 49
-"""The position of the wait status in /proc/<pid>/stat, counted from the state, which follows the name."""
