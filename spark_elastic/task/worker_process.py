@@ -306,12 +306,7 @@ class SpawnedProcess:
     def kill(self) -> None:
         """SIGKILL the process and its process group."""
         if self._process.returncode is None:
-            self._kill_group()  # fails if the process has not created its own group yet
-            self._process.kill()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     def _poll(self) -> None:
         if self._process.poll() is None:
@@ -324,7 +319,8 @@ class SpawnedProcess:
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        self._kill_group()  # children left behind, which might still write
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # children left behind, which might still write
         self._ended(exit_code)
 
 
