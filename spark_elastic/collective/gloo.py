@@ -320,12 +320,9 @@ class GlooGroup:
     # --- collectives: all members launch them in the same order, and wait in any order ------------
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
-        """Launch an all-reduce; return the work. After `wait`, `tensor` holds the result.
+        """Launch an all-reduce of a contiguous tensor, which holds the result after `wait`; return the work.
 
-        Args:
-            tensor: a contiguous tensor.
-            op: the operator.
-            fill: writes this member's contribution; None: it is in `tensor`.
+        `fill` writes this member's contribution; None: it is in `tensor`.
         """
         self._settle()
         self.log.launched("allreduce", tensor, op)
@@ -349,14 +346,7 @@ class GlooGroup:
         return self._launch("_allgather_base", out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
-        """Launch an all-to-all; return the work.
-
-        Args:
-            out: receives the rows.
-            tensor: the rows to send.
-            received: the number of rows that each member sends to this one.
-            sent: the number of rows that this one sends to each member.
-        """
+        """Launch an all-to-all; return the work. `received` and `sent` count the rows from and to each member."""
         self._settle()
         self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
@@ -375,9 +365,7 @@ class GlooGroup:
     def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
         """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part.
 
-        Args:
-            mine: the bytes of this member.
-            serve: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
+        `serve`: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
         """
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = sent.new_empty((self.size, sent.numel()))

@@ -276,10 +276,7 @@ def member_device(device: torch.device) -> MemberDevice:
 class GpuReduction:
     """The reductions of one group in one round whose tensors are on GPUs.
 
-    Args:
-        group: the group, for its members' agreement.
-        connect_store: makes a store for the communicator's rendezvous, in the driver's key-value store.
-        stall_s: see `NcclGroup`.
+    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store.
     """
 
     def __init__(

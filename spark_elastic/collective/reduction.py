@@ -102,15 +102,10 @@ def check_gradient_op(op: ReduceOp, predivide: float) -> None:
 
 
 def scaling_factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype) -> tuple[float, float]:
-    """Return the factors to multiply gradients by before and after their sum over `size` members.
+    """Return the factors to multiply gradients by before and after their sum over `size` members, in the type `wire`.
 
-    Args:
-        op: Average or Sum.
-        predivide: divisor before the sum, if not 1. By default an average is divided completely before the sum: that
-            costs nothing extra, since gradients are copied anyway. float16 is divided about half, see
-            `float16_prescale`.
-        size: members that are summed over.
-        wire: the type that the sum is computed in.
+    `predivide` is the divisor before the sum, if not 1. By default an average is divided completely before the sum:
+    that costs nothing extra, since gradients are copied anyway. float16 is divided about half, see `float16_prescale`.
     """
     divisor = size if op is Average else 1
     if predivide != 1.0:
@@ -213,9 +208,7 @@ def compressed_sum_scaling(
 ) -> tuple[ReduceOp, float, float]:
     """Choose how to reduce compressed tensors so that neither small nor large values are lost on the way.
 
-    Returns:
-        The operator to apply to the compressed tensors, and the factors to multiply by before `compress` and after
-        `decompress`.
+    Returns the operator for them, and the factors to multiply by before `compress` and after `decompress`.
     """
     if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
         return op, 1.0, 1.0
@@ -231,15 +224,9 @@ def reduce_compressed(
     size: int,
     reduce: Callable[[ReduceOp, list[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Compress and scale tensors, reduce them, and undo both.
+    """Compress and scale tensors, reduce them over `size` members, and undo both.
 
-    Args:
-        tensors: the tensors to reduce.
-        compression: the compressor.
-        op: the operator.
-        size: the number of members.
-        reduce: a function that reduces compressed tensors with an operator; called twice if only some of the tensors
-            are compressed.
+    `reduce` reduces compressed tensors with an operator; it is called twice if only some of the tensors are compressed.
     """
     scaling = [compressed_sum_scaling(compression, op, size, tensor.dtype) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)

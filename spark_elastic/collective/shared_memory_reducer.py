@@ -64,12 +64,7 @@ class Chunk:
 
 
 def chunk_code(tensor: torch.Tensor, op: Any) -> int:
-    """Encode size, type and operator in one number; it is equal on all members if their calls match.
-
-    Args:
-        tensor: the contents of the chunk.
-        op: Gloo's reduction operator; None for a broadcast.
-    """
+    """Encode size, type and operator (None: a broadcast) in one number; equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
     number = _BROADCAST if op is None else OPERATORS[operator_name(op)][0]
     return nbytes << 16 | DTYPES[tensor.dtype] << 8 | number
@@ -178,11 +173,6 @@ class SharedMemoryReducer:
     """Reductions and broadcasts among the members of one host, who are all members of their group.
 
     One thread uses it; `interrupt` may be called from another.
-
-    Args:
-        found: the members.
-        round: the round of their group.
-        wait: waits for peers.
     """
 
     def __init__(self, found: HostPeers, round: int, wait: SpinWait) -> None:

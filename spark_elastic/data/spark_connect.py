@@ -74,13 +74,7 @@ def active_session() -> Any:
 
 
 def setting_of(context: Any, name: str, default: str | None = None) -> str | None:
-    """Return a setting of the application; `default` if it is not set.
-
-    Args:
-        context: A SparkContext, or a session of Spark Connect, whose own settings come before those of the server.
-        name: The setting's name.
-        default: See above.
-    """
+    """Return a setting of a SparkContext, or of a Connect session, whose own settings come before the server's."""
     # getConf() would copy all settings from the JVM, with some calls for each
     value = context.conf.get(name, default) if is_connect(context) else context._conf.get(name, default)
     return None if value is None else str(value)

@@ -124,10 +124,7 @@ def _refuse(path: str, version: str, missing: Sequence[str], on_connect: bool = 
 def python_error_of(error: BaseException, python: str, *, on_connect: bool = False) -> ExecutorPythonError | None:
     """Return the error to raise for a Spark job that failed because of the executors' Python; None for other causes.
 
-    Args:
-        error: The error of the job.
-        python: The program that Spark starts on the executors.
-        on_connect: Whether the job is a query of a Spark Connect session.
+    `python` is the program that Spark starts on the executors.
     """
     text = str(error)
     if _VERSION_DIFFERS.search(text):

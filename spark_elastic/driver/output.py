@@ -214,13 +214,9 @@ class OutputPrinter:
                 self._copy(who, stream, line)
 
     def worker_lines(self, who: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
-        """Queue lines of a worker.
+        """Queue lines of a worker: `shown` (default: all) to be printed, and all of them to be written into the files.
 
-        Args:
-            who: Its rank, or "slot 3" before it has one.
-            stream: "stdout" or "stderr".
-            lines: The lines, all of which are written into the files.
-            shown: Those of them to print. Default: all.
+        `who` is its rank, or "slot 3" before it has one.
         """
         for text in lines if shown is None else shown:
             self.line(f"[{who}]<{stream}>:{last_state(text)}", stream)

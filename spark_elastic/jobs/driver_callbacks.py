@@ -124,12 +124,9 @@ def check_driver_callbacks(callbacks: Sequence[DriverCallback]) -> None:
 
 
 class CallbackSession:
-    """Calls the driver's callbacks during one fit: a `driver.peers.JobObserver`.
+    """Calls the driver's callbacks during one fit, in their order: a `driver.peers.JobObserver`.
 
     The job's thread hands events in; the thread that called `fit` takes them out, in order, and calls the callbacks.
-
-    Args:
-        callbacks: The callbacks, which are called in this order.
     """
 
     def __init__(self, callbacks: DriverCallback | Sequence[DriverCallback]) -> None:
@@ -164,10 +161,8 @@ class CallbackSession:
     def epoch_ended(self, row: Row, answer: Callable[[str], None] | None) -> None:
         """Take the row of an epoch that a worker reports.
 
-        Args:
-            row: The row of the history.
-            answer: A function to call, on any thread, with the reason to stop, or "" to continue; None: the worker
-                does not wait.
+        `answer` is to be called, on any thread, with the reason to stop, or "" to continue; None: the worker does not
+        wait.
         """
         epoch = int(row["epoch"])
         answers = [answer] if answer is not None else []

@@ -129,8 +129,7 @@ class Announcer:
     def print_changes(self, now: float, last: bool = False) -> float | None:
         """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
 
-        Returns:
-            When to call again; None: no need to.
+        Returns when to call again; None: no need to.
         """
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:

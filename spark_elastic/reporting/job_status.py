@@ -187,12 +187,7 @@ class StatusModel:
     ) -> Document:
         """Return the document of this moment, made of values that JSON can express.
 
-        Args:
-            status: The state of the job.
-            workers: All workers that are not gone.
-            changes: The job's changes, with times in seconds since 1970.
-            now: The time on the monotonic clock.
-            wall: The same moment in seconds since 1970.
+        It has all workers that are not gone, and the job's changes. `wall` is the moment `now` in seconds since 1970.
         """
         with self._lock:
             to_wall = wall - now

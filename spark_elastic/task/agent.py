@@ -158,15 +158,9 @@ def run_agent(
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
-    A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver.
-
-    Args:
-        order: the specification that every agent of the job gets.
-        slot: the slot that the agent occupies.
-        launch: number of the slot's launch, by which the launcher recognises this agent.
-        report: where the agent runs and what it may use there.
-        guardian: process id of the executor's JVM; the agent ends when that process does.
-        server_guardians: the processes with which a fork server ends; see `ForkServer`.
+    A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver. The
+    agent ends with the executor's JVM, its `guardian`; a fork server ends with the `server_guardians`, see
+    `ForkServer`.
     """
     with default_child_signal():
         return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())

@@ -69,13 +69,9 @@ def import_modules(modules: Sequence[str]) -> None:
 
 
 def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str] = ()) -> NoReturn:
-    """Import modules, wait for the worker's id and function, and run it.
+    """Import modules, wait for the worker's id and function, and run it. The process ends with its parent.
 
-    Args:
-        parent: Process id of the parent, with which this process ends.
-        result_fd: The pipe for results.
-        death_fd: The pipe for the reaper.
-        modules: What to import first.
+    The descriptors are those of the pipe for results and of the one for the reaper.
     """
     die_with_parent(parent)
     start_reaper(death_fd)

@@ -274,11 +274,7 @@ class WorkerProcess:
 class SpawnedProcess:
     """A worker that the agent has started itself. Used on the agent's event loop.
 
-    Args:
-        modules: What the process imports.
-        env: Its environment.
-        ends: Its ends of the pipes, which are closed here.
-        ended: Called once, with the exit code, after the process has ended.
+    It closes the `ends`, and calls `ended` once, with the exit code, after the process has ended.
     """
 
     def __init__(self, modules: Sequence[str], env: dict[str, str], ends: Ends, ended: Callable[[int], None]) -> None:

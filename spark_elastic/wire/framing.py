@@ -174,10 +174,7 @@ class Connection:
         return _LENGTH.pack(len(body)) + mac + protected
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Process bytes from the peer.
-
-        Returns:
-            The bodies that are complete now, in order, and the bytes to send back (during the handshake only).
+        """Process bytes from the peer; return the bodies that are complete now, and what to send back in the handshake.
 
         Raises:
             AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.

@@ -73,11 +73,8 @@ def valid_ports(name: str, value: object) -> Ports:
 def listen(host: str, ports: Ports, setting: str, backlog: int) -> socket.socket:
     """Return a socket that listens at the first free port.
 
-    Args:
-        host: an address or name of this machine; an IPv6 address may be in brackets. "::" also takes IPv4.
-        ports: the ports to try.
-        setting: the name of the setting that gave the ports, for the error.
-        backlog: of the socket.
+    The host is an address or name of this machine; an IPv6 address may be in brackets, and "::" also takes IPv4.
+    `setting` is the name of the setting that gave the ports, for the error.
 
     Raises:
         PortsTakenError: all the ports are in use.

@@ -116,16 +116,11 @@ class WorkerLink:
         loop: int = 1,
         meanwhile: Callable[[], None] | None = None,
     ) -> Assignment | ProvisionalPosition:
-        """Report READY and wait for a newer world.
+        """Report READY, with the version of the state held here, and wait for a newer world than that of `round`.
 
-        Args:
-            round: The round of the last world, 0 if there was none.
-            version: Version of the state held here.
-            loop: Number of the elastic loop that calls this; 0: `init()` calls it.
-            meanwhile: A function to call between the report and the wait.
-
-        Returns:
-            The world; a provisional position if the job is in a later loop, to which the function has to skip.
+        Round 0: there was none. `loop` is the number of the elastic loop that calls this; 0: `init()` does. `meanwhile`
+        is called before the wait. Returns a provisional position if the job is in a later loop, to which the function
+        has to skip.
         """
         self._version = version
         self._send(wire.Ready(round, version, at_init=False, loop=loop))
@@ -177,12 +172,9 @@ class WorkerLink:
         self._beat_now.set()
 
     def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
-        """Give the driver the loop's result, for newcomers to later loops.
+        """Give the driver the loop's result, for newcomers to later loops; or the `problem` why there is none to give.
 
-        Args:
-            loop: Number of the loop.
-            problem: Why there is no result to give; "" if there is one.
-            result: The pickled result, after a MAC made with the job's key; empty if there is a problem.
+        The result is pickled, after a MAC made with the job's key.
         """
         self._send(wire.LoopResult(loop, problem, result))
 
@@ -230,11 +222,7 @@ class WorkerLink:
         return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
     def show(self, what: wire.LiveProgress | wire.EpochEnded | wire.Notice) -> bool:
-        """Send the driver something to display. Blocks if the channel does, so not for the training thread.
-
-        Returns:
-            True if it was sent; False if the channel is closed.
-        """
+        """Send the driver something to display; return False if the channel is closed. Blocks if the channel does."""
         try:
             self._channel.send(what)
         except (ChannelClosedError, ProtocolError):
@@ -248,11 +236,8 @@ class WorkerLink:
     def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
         """Send an epoch's row, and wait for the decision of the callbacks on the driver.
 
-        Returns:
-            The reason to end the training after this epoch; "" to continue, also if no decision came in time.
-
-        Raises:
-            HorovodInternalError: The driver has ended the round.
+        Returns the reason to end the training after this epoch; "" to continue, also if no decision came in time.
+        Raises HorovodInternalError if the driver has ended the round.
         """
         with self._changed:
             self._decisions.clear()
@@ -292,15 +277,9 @@ class WorkerLink:
         return values
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
-        """Return the values of all members of a group, by rank; each of them calls this. Raises as `kv_get`.
+        """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
 
-        Args:
-            round: The round of the world.
-            name: Identifies the group among those of the round.
-            rank: This process's rank in the group.
-            size: The number of members.
-            value: This process's value.
-            timeout_s: How long to wait for the others.
+        Raises as `kv_get`.
         """
         self._send(wire.KvGather(round, name, rank, size, value))
         what = f"values of all {size} members of {name}"
@@ -339,12 +318,7 @@ class WorkerLink:
         self._send(wire.Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """Record whether the user's function has ended, which decides what a closed channel means.
-
-        Args:
-            over: True: the function has returned, and a closed channel is harmless. False: it is about to be called
-                again, and a closed channel ends the process.
-        """
+        """Record whether the user's function is over: then a closed channel is harmless, and else ends the process."""
         self._ending = over
         if not over:
             self._after_loop = False
