@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import pickle
-import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -107,7 +106,7 @@ class SparkBackend:
 
     def __init__(self, context: SparkContext) -> None:
         self._context = context
-        self.is_local = re.fullmatch(r"local(\[.*\])?", self._context.master) is not None
+        self.is_local = spark_connect.is_local_master(self._context.master)
         """True if all workers run on the driver's machine."""
 
         from spark_elastic.driver.spark.discovery import SparkHostDiscovery
