@@ -107,46 +107,42 @@ class ShardCache:
             StoreError: There is no room.
         """
         unfinished = path.with_suffix(".partial")
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                stopping.wait(_POLL_S)
-                file = _closed(file)
-                return None
-            if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
-                if _is_at(file, unfinished):
-                    unfinished.unlink()
-                file = _closed(file)
-                return None
-            try:
-                self._make_room(file, unfinished, nbytes, stopping)
-                found, at = 0, 0
-                for part in parts():
-                    found = zlib.crc32(part, found)
-                    at += os.pwrite(file, part, at)
-                if at != nbytes:  # a disk that is nearly full accepts a part of the data
-                    raise OSError(f"{at} of {nbytes} bytes were written")
-                if found != crc32:
-                    raise damaged(found)
-                os.fsync(file)  # or a power cut could leave a file of zeros under the right name
-                _touch(file, crc32)
-                os.rename(unfinished, path)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if not _is_at(file, path):  # deleted between the two locks
-                file = _closed(file)
-                return None
-            return file
-        except BaseException as error:
-            if file >= 0:
-                os.close(file)
-            if isinstance(error, OSError):
-                raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
-            raise
+            with contextlib.ExitStack() as closing:
+                file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                closing.callback(os.close, file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    stopping.wait(_POLL_S)
+                    return None
+                if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
+                    if _is_at(file, unfinished):
+                        unfinished.unlink()
+                    return None
+                try:
+                    self._make_room(file, unfinished, nbytes, stopping)
+                    found, at = 0, 0
+                    for part in parts():
+                        found = zlib.crc32(part, found)
+                        at += os.pwrite(file, part, at)
+                    if at != nbytes:  # a disk that is nearly full accepts a part of the data
+                        raise OSError(f"{at} of {nbytes} bytes were written")
+                    if found != crc32:
+                        raise damaged(found)
+                    os.fsync(file)  # or a power cut could leave a file of zeros under the right name
+                    _touch(file, crc32)
+                    os.rename(unfinished, path)
+                except BaseException:
+                    unfinished.unlink(missing_ok=True)
+                    raise
+                fcntl.flock(file, fcntl.LOCK_SH)
+                if not _is_at(file, path):  # deleted between the two locks
+                    return None
+                closing.pop_all()
+                return file
+        except OSError as error:
+            raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
 
     def _make_room(self, file: int, unfinished: Path, nbytes: int, stopping: threading.Event) -> None:
         """Give the file its length once the limit allows it; delete the least recently used files for that."""
@@ -185,11 +181,6 @@ class ShardCache:
             yield
         finally:
             os.close(file)
-
-
-def _closed(file: int) -> int:
-    os.close(file)
-    return -1
 
 
 def _is_at(file: int, path: Path) -> bool:
