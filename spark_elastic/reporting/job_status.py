@@ -10,9 +10,9 @@ import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spark_elastic.membership import events as seen
 from spark_elastic.membership import timeline
@@ -42,6 +42,7 @@ MOST_TEXT = 1000
 TRAINING = WorkerState.TRAINING.value
 
 Document = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,10 @@ class StatusModel:
                 **_hosts(by_worker, now),
                 "epochs": {
                     "count": self._epoch_count,
-                    "rows": [_epoch_row(each) for each in thin_epochs(self._epochs, MOST_EPOCHS)],
+                    "rows": [
+                        {"epoch": each.epoch, "seconds": _rounded(each.seconds), "values": _plain_values(each.values)}
+                        for each in thin_epochs(self._epochs, MOST_EPOCHS)
+                    ],
                 },
                 **_events(changes),
             }
@@ -369,26 +373,18 @@ def _events(changes: Sequence[MembershipChange]) -> Document:
     }
 
 
-def _epoch_row(message: EpochEnded) -> Document:
-    return {"epoch": message.epoch, "seconds": _rounded(message.seconds), "values": _plain_values(message.values)}
-
-
 def thin_epochs(epochs: Sequence[EpochEnded], most: int) -> list[EpochEnded]:
     """Return at most `most` epochs, evenly spread, so that the extremes of the loss remain visible.
 
     Of each stretch, the epochs with the smallest and the largest value of the first column are kept; the first and
     the last epoch always are.
     """
-    if len(epochs) <= most:
-        return list(epochs)
-    stretches = most // 2 - 1
-    inner = epochs[1:-1]
-    kept = [epochs[0]]
-    for number in range(stretches):
-        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
-        ends = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
-        kept += [each for each in stretch if each.epoch in ends]
-    return [*kept, epochs[-1]]
+
+    def ends(stretch: Sequence[EpochEnded]) -> list[EpochEnded]:
+        kept = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
+        return [each for each in stretch if each.epoch in kept]
+
+    return _thin(epochs, most, ends)
 
 
 def _first_value(message: EpochEnded) -> float:
@@ -398,16 +394,23 @@ def _first_value(message: EpochEnded) -> float:
 
 def _thin_steps(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
     """Return at most `most` points of a step function: of each stretch the smallest size and the last one."""
-    if len(points) <= most:
-        return list(points)
-    stretches = most // 2 - 1
-    inner = points[1:-1]
-    kept = [points[0]]
-    for number in range(stretches):
-        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+
+    def ends(stretch: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
         smallest = min(stretch, key=lambda point: point[1])
-        kept += [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
-    return [*kept, points[-1]]
+        return [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
+
+    return _thin(points, most, ends)
+
+
+def _thin(all_of: Sequence[T], most: int, ends: Callable[[Sequence[T]], list[T]]) -> list[T]:
+    """Return the first, the last, and of each of `most // 2 - 1` stretches between them its two `ends`."""
+    if len(all_of) <= most:
+        return list(all_of)
+    stretches, inner = most // 2 - 1, all_of[1:-1]
+    kept = [all_of[0]]
+    for number in range(stretches):
+        kept += ends(inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches])
+    return [*kept, all_of[-1]]
 
 
 def _plain_values(values: Mapping[str, float]) -> dict[str, float | None]:
