@@ -106,7 +106,9 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            _write_result(results, result, link.in_loop, run)
+            head = {"size": len(result), "in_loop": link.in_loop, "run": run}
+            results.write(json.dumps(head).encode() + b"\n" + result)
+            results.flush()
             sys.stdout.flush()
             sys.stderr.flush()
             run = next_run.get()
@@ -238,12 +240,6 @@ def _run_again() -> None:
     from spark_elastic.elastic.finish import loops
 
     loops.run_again()
-
-
-def _write_result(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> None:
-    pipe.write(json.dumps({"size": len(result), "in_loop": in_loop, "run": run}).encode() + b"\n")
-    pipe.write(result)
-    pipe.flush()
 
 
 if __name__ == "__main__":
