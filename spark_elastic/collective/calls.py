@@ -23,11 +23,9 @@ from spark_elastic.errors import UsageError
 class Handle:
     """A collective that was called. Each call of `wait` returns its result or raises its error.
 
-    Args:
-        group: the members; None: a world of one.
-        works: the operations of Gloo, NCCL or shared memory that were launched for it.
-        finish: a function that makes the result once the works are complete.
-        pending: the queued call, if it is launched only after the members have agreed; it has the works and `finish`.
+    It has the members (None: a world of one), the operations of Gloo, NCCL or shared memory that were launched for it,
+    and the function that makes its result once they are complete; or the pending call, which has both once the members
+    have agreed.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")

@@ -67,11 +67,7 @@ def device_setting() -> str:
 
 
 def reduction_setting() -> str:
-    """Return the way of reduction that the environment asks for: "auto", "gloo" or "shared".
-
-    Raises:
-        InvalidSettingsError: it is another value.
-    """
+    """Return the environment's way of reduction: "auto", "gloo" or "shared". Raise InvalidSettingsError for others."""
     value = os.environ.get(REDUCTION_SETTING, AUTO)
     if value not in (AUTO, GLOO, SHARED):
         raise InvalidSettingsError(

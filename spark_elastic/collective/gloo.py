@@ -130,14 +130,8 @@ def restore(text: str) -> bytes:
 class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
     """The store through which the members of one group exchange their addresses.
 
-    Each member sends its own to the driver, which answers all of them with one table once it has all addresses.
-
-    Args:
-        link: the connection to the driver.
-        round, name: identify the group.
-        rank: this process's rank in the group.
-        size: the number of members.
-        kind, note: what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
+    Each member sends its own to the driver, which answers all of them with one table once it has all addresses. Kind
+    and note are what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, size: int, kind: str, note: str) -> None:
@@ -185,12 +179,8 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 class GlooGroup:
     """A process group of one round. One thread uses it; `cut`, which ends it, may be called from any thread.
 
-    Args:
-        link: the connection to the driver.
-        round: the round of the world.
-        name: identifies the group among those of the round, in the key-value store.
-        rank: this process's rank in the group.
-        addresses: the addresses that the members bind to, in the order of their ranks in this group.
+    Its name identifies it among the groups of the round, in the key-value store. The members bind to the addresses,
+    which are in the order of their ranks in this group.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, addresses: Sequence[str]) -> None:
@@ -290,11 +280,7 @@ class GlooGroup:
         self._cut_at = min(self._cut_at, clock.monotonic())
 
     def check_alive(self) -> None:
-        """Check that the group is in use.
-
-        Raises:
-            HorovodInternalError: the group was closed, or the driver has ended the round.
-        """
+        """Raise HorovodInternalError if the group was closed, or the driver has ended the round."""
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         if self._link.cut_round() >= self.round:
@@ -376,11 +362,7 @@ class GlooGroup:
         return [row.numpy().tobytes() for row in everyone]
 
     def wait(self, work: Any) -> None:
-        """Block until a launched collective is done.
-
-        Raises:
-            HorovodInternalError: a peer is gone, or the driver has ended the round.
-        """
+        """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         try:
             if not has_ended(work, _STALL):
                 self._wait_on(work)

@@ -155,11 +155,7 @@ def _belongs_to_group(connection: socket.socket, addresses: Collection[str], ann
 
 
 def has_ended(work: dist.Work, within: timedelta) -> bool:
-    """Wait for a collective for at most `within`; return True if it is done.
-
-    Raises:
-        Exception: the error that the collective failed with.
-    """
+    """Wait for a collective for at most `within`; return True if it is done. Raise the error that it failed with."""
     try:
         work.wait(within)
     except Exception:

@@ -177,11 +177,7 @@ class Negotiation:
         return pending.launched
 
     def settle(self) -> None:
-        """Launch all queued collectives, before one that is not queued.
-
-        Raises:
-            MismatchError, HorovodInternalError: see `launch`.
-        """
+        """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:
             waiting = list(self._queue.values())
             self._compare()

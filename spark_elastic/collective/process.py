@@ -215,11 +215,7 @@ class Process:
     # --- groups -------------------------------------------------------------------------------
 
     def require(self) -> Position:
-        """Return the position.
-
-        Raises:
-            NotInitializedError: `init` has not been called.
-        """
+        """Return the position. Raise NotInitializedError if `init` has not been called."""
         if self.position is None:
             raise NotInitializedError("hvd.init() has not been called in this process")
         return self.position

@@ -60,11 +60,7 @@ _WIDENED = {torch.int16: torch.int32}
 
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that values of `dtype` are reduced in.
-
-    Raises:
-        UsageError: `dtype` has no sensible reduction.
-    """
+    """Return the type that values of `dtype` are reduced in. Raise UsageError for one without a sensible reduction."""
     if dtype.is_complex:
         raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
     return _WIDENED.get(dtype, dtype)
@@ -85,11 +81,7 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 
 def check_gradient_op(op: ReduceOp, predivide: float) -> None:
-    """Check that gradients can be reduced with these settings.
-
-    Raises:
-        UsageError: another operator than Average or Sum, or a predivide factor without Average.
-    """
+    """Raise UsageError for another operator than Average or Sum, or a predivide factor without Average."""
     if op is Adasum:
         _ = op.gloo
     if op not in (Average, Sum):

@@ -165,11 +165,7 @@ class Mapping:
 
 
 class OwnSegment(Mapping):
-    """The segment that this process writes.
-
-    Raises:
-        OSError: there is no memory, or no memfd_create.
-    """
+    """The segment that this process writes. Raises OSError if there is no memory, or no memfd_create."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)

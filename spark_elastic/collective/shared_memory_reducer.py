@@ -308,11 +308,7 @@ class SharedMemoryReducer:
         self._own.announce(CONSUMED, due)
 
     def _parts(self, chunk: Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's contribution, in rank order.
-
-        Raises:
-            UsageError: the members reduce different tensors.
-        """
+        """Return each member's contribution, in rank order. Raise UsageError if members reduce different tensors."""
         parts = [self._part(chunk, peer) for peer in self._peers]
         parts.insert(self._rank, mine)
         return parts

@@ -69,10 +69,8 @@ class EventSource(Protocol):
 class ElasticDriver:
     """Runs a job on the calling thread until it finishes, fails or is cancelled.
 
-    Args:
-        make_launcher: Makes the launcher, from the `on_ended` that it has to call.
-        listening: The bound socket for agents and workers.
-        observer: Receives the job's epochs and changes.
+    `make_launcher` makes the launcher from the `on_ended` that it has to call; `listening` is the bound socket for
+    agents and workers.
     """
 
     def __init__(
@@ -383,8 +381,7 @@ class ElasticDriver:
 class Alarm:
     """A call at a time that may move. Moving it to a later time, as each heartbeat does, costs almost nothing.
 
-    Args:
-        ring: The function to call. It may be called too early, when the time was moved to a later one.
+    The function may be called too early, when the time was moved to a later one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:

@@ -165,11 +165,8 @@ def last_state(line: str) -> str:
 class OutputPrinter:
     """Prints the workers' lines as `[rank]<stream>:line`, as Horovod does, above the progress bar.
 
-    Args:
-        stdout: File for the workers' standard output. Default: this process's own.
-        stderr: File for the workers' standard error and lines about the job. Default: this process's own.
-        progress: The model of the progress bar; None for no bar.
-        copy: Called with each line of a worker: process, stream, text.
+    Lines about the job go to stderr. Without files, both streams are this process's own; without a model of the
+    progress, there is no bar. `copy` is called with each line of a worker: process, stream, text.
     """
 
     def __init__(

@@ -71,8 +71,7 @@ class RoundKeyValues:
     def set(self, round: int, key: str, value: bytes) -> None:
         """Store a value, and answer the requests that waited for it.
 
-        Raises:
-            ProtocolError: The round would store more than `MAX_ROUND_BYTES`. The value is not stored.
+        Raise ProtocolError, and store nothing, if the round would have more than `MAX_ROUND_BYTES` then.
         """
         if round != self._round:
             return  # a late message of a round that is over
@@ -128,18 +127,11 @@ class RoundKeyValues:
 
 
 class RendezvousServer:
-    """Accepts agents and workers, and sends messages to them by their ids.
+    """Accepts agents and workers, which must prove to have the job's key, and sends messages to them by their ids.
 
-    Args:
-        key: The job's key, which peers must prove to have.
-        listener: Receives the peers' messages.
-        heartbeat_interval_s: Sent to peers in the welcome, like `stall_timeout_s`.
-        silence_limit_s: Seconds for which this side may stand still before peers take it for lost. They do so when they
-            were without a message for a heartbeat interval longer.
-        stall_timeout_s: The setting `stall_timeout`.
-        encrypt: Encrypt the channels; agents and workers need the same value.
-        max_unauthenticated: See `Admission`.
-        hello_timeout_s: Seconds after which an authenticated peer that has not said who it is is dropped.
+    The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
+    without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
+    `encrypt`. A peer that has authenticated, and not said who it is within `hello_timeout_s`, is dropped.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ class WorkerResults:
             self._undelivered[self._due_in[end.slot]] = end.cause
 
     def in_rank_order(self) -> list[bytes]:
-        """Return one pickled result per rank.
-
-        Raises:
-            ResultError: Results are missing, or one was larger than Spark accepts.
-        """
+        """Return one pickled result per rank. Raise ResultError if some are missing, or too large for Spark."""
         assert self.expected is not None
         missing = [worker for worker in self.expected if worker not in self._by_worker]
         if missing:

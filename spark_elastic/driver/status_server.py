@@ -125,11 +125,7 @@ class PageRequest:
 
     @classmethod
     def parse(cls, head: bytes) -> PageRequest:
-        """Parse the bytes up to the empty line after the headers.
-
-        Raises:
-            RefusedRequest: They are not an HTTP request.
-        """
+        """Parse the bytes up to the empty line after the headers. Raise RefusedRequest if they are no HTTP request."""
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         parts = first.split(" ")
         if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or not parts[1].startswith("/"):

@@ -18,10 +18,7 @@ class MachineClock:
     """Turns readings of the clocks into the membership machine's time, which stops while the driver is paused.
 
     A suspended computer, a debugger or a call that holds the GIL pauses the driver. It receives no message then, so no
-    deadline may expire.
-
-    Args:
-        read_every_s: how often the clocks are read normally. A gap of more than twice that is a pause.
+    deadline may expire. A gap of more than twice `read_every_s`, the usual time between readings, is a pause.
     """
 
     def __init__(self, read_every_s: float) -> None:

@@ -42,12 +42,10 @@ class _History:
 class Cooldown:
     """Counts failures of slots, executors and hosts, and makes each wait for an exponentially growing pause.
 
-    The count of a place starts again at zero once it had no failure for as long as the longest pause, counted from the
-    end of its last pause. Failures of one executor or host within the shortest pause of one another count as one: a
-    dead executor takes all its workers with it.
-
-    Args:
-        range_s: shortest and longest pause in seconds; None: never a pause.
+    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count of a place starts again at
+    zero once it had no failure for as long as the longest pause, counted from the end of its last pause. Failures of
+    one executor or host within the shortest pause of one another count as one: a dead executor takes all its workers
+    with it.
     """
 
     def __init__(self, range_s: tuple[float, float] | None) -> None:

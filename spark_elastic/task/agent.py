@@ -68,13 +68,10 @@ _BIND_ATTEMPTS = 20
 
 
 class ProbePort:
-    """A port where other agents find out which addresses of this host they can reach.
+    """A port, one of `ports`, where other agents find out which addresses of this host they can reach.
 
-    Accepts connections and closes each at once, so none keeps a descriptor in use. Used on the loop's thread only.
-
-    Args:
-        addresses: Addresses of this host; addresses that cannot be bound are left out.
-        ports: The ports to choose from.
+    Accepts connections and closes each at once, so none keeps a descriptor in use. Addresses that cannot be bound are
+    left out. Used on the loop's thread only.
     """
 
     def __init__(self, addresses: Iterable[str], ports: Ports = ANY) -> None:

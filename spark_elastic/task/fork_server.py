@@ -100,8 +100,7 @@ class ForkServer:
     def connect(self) -> socket.socket:
         """Return a connection to the server. Starts one if there is none, which imports the modules at once.
 
-        Raises:
-            OSError: There is none, and none can be started.
+        Raise OSError if there is none, and none can be started.
         """
         name = self.name()
         for _ in range(_TRIES):

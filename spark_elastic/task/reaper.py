@@ -35,8 +35,7 @@ _FLAG_AT = _MUTEX_BYTES
 class LifeMutex:
     """A mutex that the calling thread holds until it dies, and that another process waits for.
 
-    Raises:
-        OSError: The system has no robust mutexes between processes.
+    Raises OSError if the system has no robust mutexes between processes.
     """
 
     def __init__(self) -> None:
@@ -99,10 +98,8 @@ def start_reaper(death_fd: int) -> None:
     """Fork the reaper of this process's group.
 
     The caller is the main thread of the worker, leads the group and has no other threads yet. Called before the user's
-    modules are imported, so that the fork is cheap.
-
-    Args:
-        death_fd: The pipe to the agent; a byte in it says that the worker dies. It is closed in this process.
+    modules are imported, so that the fork is cheap. A byte in the pipe `death_fd`, which is closed in this process,
+    tells the agent that the worker dies.
     """
     global _life
     with contextlib.suppress(OSError, AttributeError):
@@ -194,11 +191,7 @@ def default_child_signal() -> Iterator[None]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the process's state on, which is its third.
-
-    Raises:
-        OSError: There is no such process, or no such file on this system.
-    """
+    """Return the fields of /proc/<pid>/stat from the process's state on, its third. Raise OSError if there is none."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()  # its second, the name, may have spaces in it
 

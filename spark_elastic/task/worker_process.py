@@ -323,12 +323,8 @@ class SpawnedProcess:
 class ForkedProcess:
     """A worker that a fork server forks, as its agent sees it. Used on the agent's event loop.
 
-    Args:
-        ended: Called once, with the exit code, after the worker has ended.
-        failed: Called instead if no worker is forked. The ends are still open then.
-
-    Raises:
-        OSError: The server cannot be asked.
+    `ended` is called once, with the exit code, after the worker has ended; `failed` instead if no worker is forked,
+    while the ends are still open. Raises OSError if the server cannot be asked.
     """
 
     def __init__(

@@ -129,11 +129,7 @@ class Channel:
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Send a message, from any thread.
-
-        Raises:
-            ChannelClosedError: the connection is gone.
-        """
+        """Send a message, from any thread. Raise ChannelClosedError if the connection is gone."""
         body = encode(message)
         now = monotonic()
         if self._is_held_up(now):
@@ -201,18 +197,12 @@ class Channel:
 
 
 class MessageStream(asyncio.Protocol):
-    """A protocol that authenticates the peer, then turns bytes into messages and back.
+    """A protocol that authenticates the peer by the job's key, then turns bytes into messages and back.
 
-    All calls, of methods and of callbacks, happen on the loop's thread.
-
-    Args:
-        key: the job's key.
-        server: True at the end that accepted the connection.
-        encrypt: encrypt the messages; both ends need the same value.
-        on_open: called with the stream once the peer is authenticated.
-        on_message: called with the stream and each message.
-        on_closed: called once with the stream and the reason, if `on_open` was called before.
-        on_unauthenticated: called with the stream if the connection ends before `on_open`.
+    All calls, of methods and of callbacks, happen on the loop's thread. Each callback gets the stream: `on_open` is
+    called once the peer is authenticated, `on_message` with each message, `on_closed` once with the reason, and
+    `on_unauthenticated` in its place if the connection ends before `on_open`. `server` is the end that accepted the
+    connection; both ends need the same `encrypt`.
     """
 
     def __init__(

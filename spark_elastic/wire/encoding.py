@@ -59,8 +59,7 @@ _from_json = json.JSONDecoder().raw_decode
 def decode(data: bytes) -> Message:
     """Return the message that `encode` made.
 
-    Raises:
-        ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
+    Raise ProtocolError if the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     if data.startswith(_COMPRESSED):
         head, payload = _decompressed(data)

@@ -122,13 +122,8 @@ class _KeyExchange:
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
-    After any `ProtocolError` the caller has to close the connection.
-
-    Args:
-        key: The job's key.
-        server: True at the end that accepted the connection.
-        encrypt: Encrypt the frames; both ends need the same value.
-        max_frame_bytes: Size of the largest body that is sent or accepted.
+    After any `ProtocolError` the caller has to close the connection. `server` is the end that accepted it; both ends
+    need the same `encrypt`. No body may be larger than `max_frame_bytes`.
 
     Raises:
         MissingExtraError: `encrypt` is set, and the package cryptography is not installed.
@@ -160,11 +155,7 @@ class Connection:
         return b"" if self._server else self._magic + self._nonce
 
     def send(self, body: bytes) -> bytes:
-        """Return the frame that carries `body`.
-
-        Raises:
-            FrameTooLargeError: `body` is larger than the peer accepts.
-        """
+        """Return the frame that carries `body`. Raise FrameTooLargeError if it is larger than the peer accepts."""
         if not self.authenticated:
             raise ProtocolError("a frame cannot be sent before the handshake is complete")
         if len(body) > self._max_frame_bytes:

@@ -51,12 +51,7 @@ class WorkerLink:
     """The worker's side of the channel to the driver: worlds, notifications and key-value pairs.
 
     Every blocking call ends when the job does. `kv_set`, `kv_get` and `gather` are called from more than one thread.
-
-    Args:
-        worker: The worker's id.
-        channel: The channel.
-        key: The job's key.
-        on_closed: Called with the reason when the channel breaks before the function has returned.
+    `on_closed` is called with the reason when the channel breaks before the function has returned.
     """
 
     def __init__(self, worker: WorkerId, channel: Channel, key: bytes, on_closed: Callable[[str], None]) -> None:

@@ -168,11 +168,7 @@ def _java_message(error: Exception) -> str | None:
 
 
 def jvm_context(sc: SparkContext) -> Any:
-    """Return the Scala SparkContext.
-
-    Raises:
-        RuntimeError: `sc` was stopped.
-    """
+    """Return the Scala SparkContext. Raise RuntimeError if `sc` was stopped."""
     java_context = sc._jsc
     if java_context is None:
         raise RuntimeError(STOPPED)
