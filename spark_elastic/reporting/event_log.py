@@ -23,7 +23,7 @@ from spark_elastic.membership.reasons import (
     loss_in_words,
     wait_on_bar,
 )
-from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, WorkerId, World
+from spark_elastic.membership.topology import BEGINNING, Place, SlotId, StateVersion, WorkerId, World
 from spark_elastic.redaction import redacted
 
 STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
@@ -202,12 +202,10 @@ class EventLog:
                 case PublishWorld(world):
                     self._next = world
                 case WithdrawSlot(slot, cause):  # its agent is lost too, after the worker was lost
-                    self._explain(
-                        lambda gone, slot=slot: gone.cause.is_symptom and gone.record.place.slot == slot,
-                        cause,
-                        True,
-                        now,
-                    )
+                    self._explain_withdrawal(slot, cause, now)
+
+    def _explain_withdrawal(self, slot: SlotId, cause: LossCause, now: float) -> None:
+        self._explain(lambda gone: gone.cause.is_symptom and gone.record.place.slot == slot, cause, True, now)
 
     def note(self, record: timeline.Record) -> None:
         """Update the log with a record of the timeline."""

@@ -157,7 +157,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     server, keepers = os.getpid(), set[int]()
     until = clock.monotonic() + keep_s
     while min([jvm, *others]) >= 0 and (keepers or clock.monotonic() < until):
-        ready, _, _ = select.select([listener, jvm, *others], [], [], 0.2)
+        watched: list[Any] = [listener, jvm, *others]
+        ready, _, _ = select.select(watched, [], [], 0.2)
         if jvm in ready:
             break
         if keepers:
@@ -200,7 +201,8 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
             run_worker(keeper, ends.result, ends.death)
         ends.close()  # first: only the agent and the worker hold the pipes once the agent knows of it
         connection.send(str(pid).encode())
-        if connection in select.select([connection, os.pidfd_open(pid)], [], [])[0]:
+        watched: list[Any] = [connection, os.pidfd_open(pid)]
+        if connection in select.select(watched, [], [])[0]:
             kill_group(pid)  # the agent is gone, or has no use for the worker any more
         _, status = os.waitpid(pid, 0)
         kill_group(pid)  # what the worker has left behind

@@ -48,7 +48,8 @@ def _types(cls: type[Any]) -> dict[str, Any]:
 
 
 def _values(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _types(type(value))}
+    cls: Any = type(value)
+    return {name: getattr(value, name) for name in _types(cls)}
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), default=_values).encode
@@ -123,7 +124,7 @@ def _message(cls: type[Any], fields: dict[str, Any], payload: bytes) -> Message:
     return typing.cast(Message, _object(cls, fields, {"payload": payload} if carries_payload else {}))
 
 
-def _object(cls: type[Any], fields: Any, more: dict[str, Any]) -> Any:
+def _object(cls: Any, fields: Any, more: dict[str, Any]) -> Any:
     """Return a dataclass of a JSON object, which has to have just its fields, and of the values in `more`."""
     if type(fields) is not dict:
         raise _Unexpected("expected an object")
