@@ -47,7 +47,7 @@ class MappedFiles:
         if file is None or not expected:
             return
         try:
-            with file.open("rb") as stream:
+            with open(file, "rb") as stream:
                 if (found := file.stat().st_size) == expected:
                     self._maps[shard] = mmap.mmap(stream.fileno(), expected, access=mmap.ACCESS_READ)
         except OSError as error:

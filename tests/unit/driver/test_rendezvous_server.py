@@ -104,7 +104,7 @@ def served():
 
 def test_an_agent_is_welcomed_and_reported_with_its_address(served):
     _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
     served.listener.wait_for("agent_joined", 1, HELLO, "127.0.0.1")
 
 
@@ -124,7 +124,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5, 1))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 7.0, 60.0))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 6.0, 60.0))
     _, second = served.client(wire.WorkerHello(5, 1))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -268,7 +268,7 @@ def test_connections_over_the_limit_wait_until_the_oldest_is_closed(served):
 def test_idle_connections_do_not_lock_out_others(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT)]
     _, inbox = served.client(HELLO)  # tries again until one of them counts as idle
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
     strangers[0].settimeout(4)
     assert is_closed(strangers[0])
     for stranger in strangers:
@@ -295,7 +295,7 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
         thread.join(WAIT_S)
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
-        inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
+        inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
 
 
 def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
@@ -315,7 +315,7 @@ def test_half_a_greeting_does_not_harm_the_server(served):
     stranger = socket.create_connection(served.address)
     stranger.sendall(MAGIC)
     _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 7.0))
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
     stranger.close()
 
 
