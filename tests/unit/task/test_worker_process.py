@@ -222,8 +222,8 @@ def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeyp
 
 def test_long_line_is_cut_between_two_characters():
     lines = []
-    process = SimpleNamespace(_partial={"stdout": bytearray()}, _observer=SimpleNamespace())
-    process._observer.output = lambda process, stream, new: lines.extend(new)
+    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace())
+    process._agent.output = lambda process, stream, new: lines.extend(new)
     bar = "█" * 50_000  # three bytes each
     data = bar.encode() + b"\n"
     for at in range(0, len(data), 4096):
