@@ -35,8 +35,8 @@ from _harness import Series, parser, report
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.files import SETTING
 from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
-from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import Order, WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 
@@ -277,7 +277,7 @@ def quality(order: Order, batches: int) -> float:
 def endless(where: Path, rows: int) -> Dataset:
     """A set of that many rows of 88 B whose files are holes: no disk holds it, and nothing is read from one."""
     layout = Layout.of([TensorField("features", ("f",), "<f4", (20,)), TensorField("label", ("l",), "<i8", ())])
-    per_shard = (512 << 20) // (layout.stride * layout.rows_per_page_run) * layout.rows_per_page_run
+    per_shard = (512 << 20) // layout.stride
     store, shards = Store.create(where), []
     where.mkdir(parents=True, exist_ok=True)
     for number in range(-(-rows // per_shard)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spark_elastic.redaction import redacted
@@ -21,8 +22,9 @@ from spark_elastic.redaction import redacted
 class SparkElasticError(Exception):
     """Base of every error of this package.
 
-    A subclass with numbers takes them as keyword arguments and builds its message from them. They are also attributes,
-    and pickling restores both. Credentials in the message are redacted.
+    A subclass with numbers is a dataclass: it takes them as keyword arguments and builds its message from them in
+    `words`. Fields, and other keyword arguments, are also attributes, and pickling restores all. Credentials in the
+    message are redacted.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
@@ -31,6 +33,13 @@ class SparkElasticError(Exception):
         self._fields = fields
         for name, value in fields.items():
             setattr(self, name, value)
+
+    def __post_init__(self) -> None:
+        SparkElasticError.__init__(self, self.words(), **{each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+
+    def words(self) -> str:
+        """Return the message of an error that is a dataclass."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return self.message
@@ -60,16 +69,18 @@ class UnsupportedOperationError(UsageError, NotImplementedError):
     """The collective does not exist here, or not for this kind of tensor."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MissingExtraError(UsageError, ImportError):
     """A package that an optional extra installs is missing."""
 
-    def __init__(self, *, what: str, package: str, extra: str) -> None:
-        super().__init__(
-            f'{what} needs {package}, which is not installed here: pip install "spark-elastic[{extra}]" (on the '
-            "executors too)",
-            what=what,
-            package=package,
-            extra=extra,
+    what: str
+    package: str
+    extra: str
+
+    def words(self) -> str:
+        return (
+            f'{self.what} needs {self.package}, which is not installed here: pip install "spark-elastic[{self.extra}]" '
+            "(on the executors too)"
         )
 
 
@@ -81,21 +92,19 @@ class NoSparkContextError(UsageError):
     """There is no active SparkContext to run in."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DriverUnreachableError(UsageError):
-    """Executors cannot connect to the driver program at any of its addresses.
+    """Executors cannot connect to the driver program at any of its addresses."""
 
-    Attributes:
-        addresses: The addresses that they tried.
-    """
+    addresses: tuple[str, ...]  # those that they tried
+    port: int
+    tried: str
 
-    def __init__(self, *, addresses: tuple[str, ...], port: int, tried: str) -> None:
-        super().__init__(
-            f"executors cannot connect back to this program: {tried}. It listens on port {port}; let executors reach "
-            "that on this machine (firewall, VPN, container ports), name the address at which they reach it "
-            "(driver_host=), or run this program near the cluster (spark-submit, a notebook on the cluster)",
-            addresses=addresses,
-            port=port,
-            tried=tried,
+    def words(self) -> str:
+        return (
+            f"executors cannot connect back to this program: {self.tried}. It listens on port {self.port}; let "
+            "executors reach that on this machine (firewall, VPN, container ports), name the address at which they "
+            "reach it (driver_host=), or run this program near the cluster (spark-submit, a notebook on the cluster)"
         )
 
 
@@ -107,29 +116,24 @@ PYTHON_SETTING = "PYSPARK_PYTHON in this program's environment (spark.pyspark.py
 """The setting for the Python of the executors, in words for messages; Spark Connect has another."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExecutorPythonError(UsageError):
-    """Spark's executors run another Python than this program, and workers cannot run in it.
+    """Spark's executors run another Python than this program, and workers cannot run in it."""
 
-    Attributes:
-        theirs: the Python of the executors.
-        ours: the Python of this program.
-        problem: why theirs cannot run workers.
-        version: minor version of ours, which theirs needs as well.
-        on_connect: whether the session is one of Spark Connect, whose server chooses the executors' Python.
-    """
+    theirs: str  # the Python of the executors
+    ours: str  # the Python of this program
+    problem: str  # why theirs cannot run workers
+    version: str  # minor version of ours, which theirs needs as well
+    on_connect: bool = False  # the session is one of Spark Connect, whose server chooses the executors' Python
 
-    def __init__(self, *, theirs: str, ours: str, problem: str, version: str, on_connect: bool = False) -> None:
+    def words(self) -> str:
         where = f"the session starts, set {PYTHON_SETTING},"
-        if on_connect:
+        if self.on_connect:
             where = "Spark Connect's server starts, set its PYSPARK_PYTHON"
-        super().__init__(
-            f"Spark's executors run {theirs}, and {problem}; this program runs {ours}. Before {where} to a Python "
-            f"{version} that has the same packages on every machine, or install them into the executors' Python",
-            theirs=theirs,
-            ours=ours,
-            problem=problem,
-            version=version,
-            on_connect=on_connect,
+        return (
+            f"Spark's executors run {self.theirs}, and {self.problem}; this program runs {self.ours}. Before {where} "
+            f"to a Python {self.version} that has the same packages on every machine, or install them into the "
+            "executors' Python"
         )
 
 
@@ -169,28 +173,33 @@ class NotInitializedError(UsageError):
     """A function that needs `init()` was called before it."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StateNotMovableError(UsageError):
     """The `sync` of a user-defined state broadcasts values without `bcast_object`."""
 
-    def __init__(self, *, kind: str) -> None:
-        super().__init__(
-            f"the world broke after the elastic loop, and the function was called again; but {kind}.sync() does not "
-            "broadcast its values with self._bcast_object, so they cannot be restored from the state of the earlier "
-            "call. Use self._bcast_object in sync(), or a state of this package (ObjectState, TorchState, KerasState, "
-            "TensorFlowState)",
-            kind=kind,
+    kind: str
+
+    def words(self) -> str:
+        return (
+            f"the world broke after the elastic loop, and the function was called again; but {self.kind}.sync() does "
+            "not broadcast its values with self._bcast_object, so they cannot be restored from the state of the "
+            "earlier call. Use self._bcast_object in sync(), or a state of this package (ObjectState, TorchState, "
+            "KerasState, TensorFlowState)"
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoopResultError(UsageError):
     """A newcomer cannot get the return value of an elastic loop that ended before it joined."""
 
-    def __init__(self, *, loop: int, reason: str) -> None:
-        super().__init__(
-            f"this worker joined after elastic loop {loop} had ended, and cannot get its return value: {reason}. "
-            "Return a small value that can be pickled, or None, from each loop that another loop follows",
-            loop=loop,
-            reason=reason,
+    loop: int
+    reason: str
+
+    def words(self) -> str:
+        return (
+            f"this worker joined after elastic loop {self.loop} had ended, and cannot get its return value: "
+            f"{self.reason}. Return a small value that can be pickled, or None, from each loop that another loop "
+            "follows"
         )
 
 
@@ -209,56 +218,37 @@ class JobError(SparkElasticError):
     """The job ran and could not continue."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NotEnoughSlotsError(JobError):
-    """Fewer slots than needed were available for longer than the timeout allows.
+    """Fewer slots than needed were available for longer than the timeout allows."""
 
-    Attributes:
-        have: slots that were available.
-        need: slots that are needed.
-        waited_s: seconds waited.
-        setting: name of the timeout.
-        detail: more about the cluster.
-        fixed: name of a cluster that can never have more slots; "" if it might.
-        unreachable: whether slots are missing because executors cannot connect to this program.
-    """
+    have: int  # slots that were available
+    need: int
+    waited_s: float
+    setting: str  # the name of the timeout
+    detail: str = ""  # more about the cluster
+    fixed: str = ""  # the name of a cluster that can never have more slots
+    unreachable: bool = False  # slots are missing because executors cannot connect to this program
 
-    def __init__(
-        self,
-        *,
-        have: int,
-        need: int,
-        waited_s: float,
-        setting: str,
-        detail: str = "",
-        fixed: str = "",
-        unreachable: bool = False,
-    ) -> None:
+    def words(self) -> str:
         message = (
-            f"{have} of {need} slots were available after {waited_s:.0f} s; add executors, lower "
-            f"min_num_proc (now {need}) or raise {setting}"
+            f"{self.have} of {self.need} slots were available after {self.waited_s:.0f} s; add executors, lower "
+            f"min_num_proc (now {self.need}) or raise {self.setting}"
         )
-        if fixed:
-            noun = "slot" if have == 1 else "slots"
+        if self.fixed:
+            noun = "slot" if self.have == 1 else "slots"
             message = (
-                f"{need} slots are needed, and {fixed} has {have} {noun} and can never have more; lower min_num_proc "
-                f"(now {need}, which is num_proc where it is not given), or start the session with more cores"
+                f"{self.need} slots are needed, and {self.fixed} has {self.have} {noun} and can never have more; lower "
+                f"min_num_proc (now {self.need}, which is num_proc where it is not given), or start the session with "
+                "more cores"
             )
-        if unreachable:
+        if self.unreachable:
             message = (
-                f"{have} of {need} slots were available after {waited_s:.0f} s, because executors cannot connect to "
-                "this program; let them reach this machine (firewall, VPN, driver_port), or set spark.driver.host to "
-                "an address at which they do"
+                f"{self.have} of {self.need} slots were available after {self.waited_s:.0f} s, because executors "
+                "cannot connect to this program; let them reach this machine (firewall, VPN, driver_port), or set "
+                "spark.driver.host to an address at which they do"
             )
-        super().__init__(
-            message + (f". {detail}" if detail else ""),
-            have=have,
-            need=need,
-            waited_s=waited_s,
-            setting=setting,
-            detail=detail,
-            fixed=fixed,
-            unreachable=unreachable,
-        )
+        return message + (f". {self.detail}" if self.detail else "")
 
 
 def _ordinal(number: int) -> str:
@@ -266,108 +256,90 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchError(JobError):
     """The driver cannot launch any slot: each launch failed twice before it left the driver."""
 
-    def __init__(self, *, reason: str) -> None:
-        super().__init__(
-            f"no slot can be launched, each failed twice in the driver itself: {reason}; look at the driver's disk, "
-            "memory and descriptors (spark.local.dir, ulimit)",
-            reason=reason,
+    reason: str
+
+    def words(self) -> str:
+        return (
+            f"no slot can be launched, each failed twice in the driver itself: {self.reason}; look at the driver's "
+            "disk, memory and descriptors (spark.local.dir, ulimit)"
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ResetLimitError(JobError):
-    """The world would have to be rebuilt more often than ``reset_limit`` allows.
+    """The world would have to be rebuilt more often than ``reset_limit`` allows."""
 
-    Attributes:
-        resets: number of rebuilds, including the one that the limit prevented.
-        limit: the value of ``reset_limit``.
-        last_reason: why the last rebuild was needed.
-    """
+    resets: int  # rebuilds, including the one that the limit prevented
+    limit: int
+    last_reason: str  # why the last rebuild was needed
 
-    def __init__(self, *, resets: int, limit: int, last_reason: str) -> None:
-        super().__init__(
-            f"the world would have to be rebuilt for the {_ordinal(resets)} time and reset_limit is {limit} "
-            f"(last: {last_reason}); "
-            "raise reset_limit, or look into why workers are lost",
-            resets=resets,
-            limit=limit,
-            last_reason=last_reason,
+    def words(self) -> str:
+        return (
+            f"the world would have to be rebuilt for the {_ordinal(self.resets)} time and reset_limit is {self.limit} "
+            f"(last: {self.last_reason}); raise reset_limit, or look into why workers are lost"
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StateLostError(JobError):
     """No surviving worker holds the training state."""
 
-    def __init__(self, *, progress: int, last_reason: str, cancelled: bool = False) -> None:
+    progress: int
+    last_reason: str
+    cancelled: bool = False
+
+    def words(self) -> str:
         remedy = "spread the workers over more hosts"
-        if cancelled:
+        if self.cancelled:
             remedy = "leave its Spark jobs alone (cancelAllJobs, the UI); cancel() of a run_async job ends it in order"
-        super().__init__(
-            f"every worker that held the state is gone (last applied step: {progress}; last loss: {last_reason}); "
-            f"start again from a checkpoint, and {remedy}",
-            progress=progress,
-            last_reason=last_reason,
-            cancelled=cancelled,
+        return (
+            f"every worker that held the state is gone (last applied step: {self.progress}; last loss: "
+            f"{self.last_reason}); start again from a checkpoint, and {remedy}"
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RepeatedCrashError(JobError):
-    """Several worlds in a row lost a process at the same step.
+    """Several worlds in a row lost a process at the same step."""
 
-    Attributes:
-        step: the step that no world completed; if `after_loop`, the last step of the loop that they had left.
-        worlds: number of worlds.
-        crashes: rank, host and exit code of each process, oldest first; a negative code is a signal.
-        after_loop: True if the processes ended after the elastic loop.
-        memory: the kernel's kills for lack of memory where they ran; "" if there were none.
-        stderr_tail: the last lines of the last process's stderr.
-    """
+    step: int  # the step that no world completed; if `after_loop`, the last step of the loop that they had left
+    worlds: int
+    crashes: tuple[tuple[int, str, int], ...]  # rank, host and exit code (negative: a signal), oldest first
+    after_loop: bool = False  # the processes ended after the elastic loop
+    memory: str = ""  # the kernel's kills for lack of memory where they ran
+    stderr_tail: str = ""  # the last lines of the last process's stderr
 
-    def __init__(
-        self,
-        *,
-        step: int,
-        worlds: int,
-        crashes: Sequence[tuple[int, str, int]],
-        after_loop: bool = False,
-        memory: str = "",
-        stderr_tail: str = "",
-    ) -> None:
-        where = f"after the loop of {step} steps" if after_loop else f"at step {step}, before that step was applied"
-        each = "; ".join(f"rank {rank} on {host} {exit_in_words(code)}" for rank, host, code in crashes)
-        super().__init__(
-            f"the last {worlds} worlds each lost a process {where}: {each}. "
-            + (f"{memory}. " if memory else "")
+    def words(self) -> str:
+        where = f"at step {self.step}, before that step was applied"
+        if self.after_loop:
+            where = f"after the loop of {self.step} steps"
+        each = "; ".join(f"rank {rank} on {host} {exit_in_words(code)}" for rank, host, code in self.crashes)
+        return (
+            f"the last {self.worlds} worlds each lost a process {where}: {each}. "
+            + (f"{self.memory}. " if self.memory else "")
             + "Starting them again does not help: look for the row, the call or the lack of memory that ends them "
             "there, or raise crash_limit (None: try for ever)"
-            + (f". The end of the last one's stderr:\n{stderr_tail}" if stderr_tail else ""),
-            step=step,
-            worlds=worlds,
-            crashes=tuple(crashes),
-            after_loop=after_loop,
-            memory=memory,
-            stderr_tail=stderr_tail,
+            + (f". The end of the last one's stderr:\n{self.stderr_tail}" if self.stderr_tail else "")
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class UnequalStepsError(JobError):
-    """Some ranks have left the collectives that the others wait in, in one world after the other.
+    """Some ranks have left the collectives that the others wait in, in one world after the other."""
 
-    Attributes:
-        left: the ranks that have left the loop, or whose function has returned.
-        waiting: the ranks that wait.
-        step: the last step of the loop that was applied; None: the others wait in no elastic loop.
-    """
+    left: tuple[int, ...]  # the ranks that have left the loop, or whose function has returned
+    waiting: tuple[int, ...]
+    step: int | None  # the last step of the loop that was applied; None: the others wait in no elastic loop
 
-    def __init__(self, *, left: Sequence[int], waiting: Sequence[int], step: int | None) -> None:
-        super().__init__(
-            f"{unequal_steps_in_words(left, waiting, step)}: call `hvd.join()` on a rank that has no more data, have "
-            "all ranks make equal steps, or decide together when to stop (an allreduce of each rank's wish)",
-            left=tuple(left),
-            waiting=tuple(waiting),
-            step=step,
+    def words(self) -> str:
+        return (
+            f"{unequal_steps_in_words(self.left, self.waiting, self.step)}: call `hvd.join()` on a rank that has no "
+            "more data, have all ranks make equal steps, or decide together when to stop (an allreduce of each rank's "
+            "wish)"
         )
 
 
@@ -394,97 +366,78 @@ def exit_in_words(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SessionLostError(JobError):
     """The SparkContext was stopped, or its JVM died, while the job ran."""
 
-    def __init__(self, *, reason: str, progress: int | None) -> None:
-        super().__init__(
-            f"{reason} while the job ran, and its workers ended with it (last applied step: {progress or 0}); keep the "
-            "session until the job is over",
-            reason=reason,
-            progress=progress,
+    reason: str
+    progress: int | None
+
+    def words(self) -> str:
+        return (
+            f"{self.reason} while the job ran, and its workers ended with it (last applied step: "
+            f"{self.progress or 0}); keep the session until the job is over"
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class WorkerStartError(JobError):
     """Worker processes exited before they could join the job."""
 
-    def __init__(self, *, attempts: int, reason: str, stderr_tail: str = "") -> None:
-        super().__init__(
-            f"{attempts} worker processes in a row exited before they could join (last: {reason})"
-            + (f"; the end of its stderr:\n{stderr_tail}" if stderr_tail else ""),
-            attempts=attempts,
-            reason=reason,
-            stderr_tail=stderr_tail,
-        )
+    attempts: int
+    reason: str
+    stderr_tail: str = ""
+
+    def words(self) -> str:
+        tail = f"; the end of its stderr:\n{self.stderr_tail}" if self.stderr_tail else ""
+        return f"{self.attempts} worker processes in a row exited before they could join (last: {self.reason}){tail}"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class UserFunctionError(JobError):
-    """The user's function raised. The message ends with the frames of the function in the worker.
+    """The user's function raised. The message ends with the frames of the function in the worker."""
 
-    `traceback`: the whole text that Python would have printed, with the frames that the message shows.
+    rank: int | None
+    host: str
+    error_type: str
+    error: str
+    traceback: str  # the whole text that Python would have printed, with the frames that the message shows
+    exit_code: int | None = None  # the code that a script exited with; None: it raised something else
 
-    `exit_code`: the code that a script exited with; None: it raised something else.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int | None,
-        host: str,
-        error_type: str,
-        error: str,
-        traceback: str,
-        exit_code: int | None = None,
-    ) -> None:
-        who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
-        said = f"{error_type}: {error}".rstrip() if error else error_type
-        frames = traceback.rstrip()
+    def words(self) -> str:
+        who = "a worker that had no rank yet" if self.rank is None else f"rank {self.rank}"
+        said = f"{self.error_type}: {self.error}".rstrip() if self.error else self.error_type
+        frames = self.traceback.rstrip()
         if frames.endswith(said):  # the last line repeats it, after the module of the class
             frames = re.sub(r"[\w.<>]*\Z", "", frames.removesuffix(said)).rstrip()
-        super().__init__(
-            f"{who} on {host} raised {said}\n\n{frames}\n",
-            rank=rank,
-            host=host,
-            error_type=error_type,
-            error=error,
-            traceback=traceback,
-            exit_code=exit_code,
-        )
+        return f"{who} on {self.host} raised {said}\n\n{frames}\n"
 
 
 class ResultError(JobError):
     """A worker finished, but its return value could not be sent to the driver."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LossNotFiniteError(JobError):
-    """The loss of an estimator's training is NaN or infinite, or a trained weight is NaN.
+    """The loss of an estimator's training is NaN or infinite, or a trained weight is NaN."""
 
-    Attributes:
-        loss: over all workers; None if the loss was finite and a weight is NaN after the last step.
-        step: optimizer steps so far, including this one.
-        epoch: from 0, as in a history.
-        ranks: the workers whose loss over their own rows was not finite; () if each alone was finite.
-        size: number of workers.
-        checkpoints: folder of the checkpoints before this step; "" without checkpoints.
-    """
+    loss: float | None  # over all workers; None: the loss was finite, and a weight is NaN after the last step
+    step: int  # optimizer steps so far, including this one
+    epoch: int  # from 0, as in a history
+    ranks: tuple[int, ...]  # the workers whose loss over their own rows was not finite; () if each alone was finite
+    size: int  # number of workers
+    checkpoints: str = ""  # folder of the checkpoints before this step
 
-    def __init__(
-        self, *, loss: float | None, step: int, epoch: int, ranks: Sequence[int], size: int, checkpoints: str = ""
-    ) -> None:
-        what = "a weight is NaN after the last step" if loss is None else f"the loss of step {step} is {loss}"
-        whose = f", on the rows of rank {', '.join(map(str, ranks))} of {size} workers" if ranks else ""
-        super().__init__(
-            f"{what} (step {step}, in epoch {epoch + 1}{whose}). Look for a learning rate that is too high (lower it, "
-            "or set gradient_clip_norm), log, sqrt or a division in the loss or the model, labels that the loss does "
-            "not know, what transformation_fn returns, and half precision. allow_nan_loss=True trains on regardless"
-            + (f". The checkpoints before it are in {checkpoints}" if checkpoints else ""),
-            loss=loss,
-            step=step,
-            epoch=epoch,
-            ranks=tuple(ranks),
-            size=size,
-            checkpoints=checkpoints,
+    def words(self) -> str:
+        what = f"the loss of step {self.step} is {self.loss}"
+        if self.loss is None:
+            what = "a weight is NaN after the last step"
+        whose = f", on the rows of rank {', '.join(map(str, self.ranks))} of {self.size} workers" if self.ranks else ""
+        return (
+            f"{what} (step {self.step}, in epoch {self.epoch + 1}{whose}). Look for a learning rate that is too high "
+            "(lower it, or set gradient_clip_norm), log, sqrt or a division in the loss or the model, labels that the "
+            "loss does not know, what transformation_fn returns, and half precision. allow_nan_loss=True trains on "
+            "regardless" + (f". The checkpoints before it are in {self.checkpoints}" if self.checkpoints else "")
         )
 
 
@@ -503,11 +456,15 @@ class AuthenticationError(ProtocolError):
     """The peer does not hold this job's key, or a frame was altered in transit."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FrameTooLargeError(ProtocolError):
     """A frame announces more bytes than the limit; nothing was allocated for it."""
 
-    def __init__(self, *, size: int, limit: int) -> None:
-        super().__init__(f"a frame of {size} bytes was announced; the limit is {limit}", size=size, limit=limit)
+    size: int
+    limit: int
+
+    def words(self) -> str:
+        return f"a frame of {self.size} bytes was announced; the limit is {self.limit}"
 
 
 class ChannelClosedError(ProtocolError):

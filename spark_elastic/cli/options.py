@@ -35,11 +35,7 @@ class _Parser(argparse.ArgumentParser):
     """Parses up to the script; all words after it are arguments of the script, also those that look like options."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse the command line.
-
-        Raises:
-            SystemExit: with code 2 and a message on stderr, if the command line is wrong.
-        """
+        """Parse the command line. Raise SystemExit, with code 2 and a message on stderr, if it is wrong."""
         ours, script = self._split(argv)
         options = self.parse_args(ours)
         options.script, options.script_args = (script[0], tuple(script[1:])) if script else (None, ())

@@ -126,12 +126,8 @@ def spark_session(
 ) -> Iterator[Any]:
     """Open a SparkSession for the time of the block.
 
-    Args:
-        name: name of the application, unless spark-submit gave it one.
-        master: Spark's master; None: the submitted one, or ``local[*]``.
-        conf: Spark settings; those given to spark-submit take precedence.
-        slots: task slots that a local master needs at least; None: one for each core.
-        quiet: show only errors of Spark's log.
+    Under spark-submit, its own master, name and settings come before these. Without a master it is ``local[*]``, with
+    at least `slots` task slots. `quiet`: show only errors of Spark's log.
 
     Raises:
         UsageError: if pyspark is not installed.

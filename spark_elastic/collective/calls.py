@@ -23,11 +23,9 @@ from spark_elastic.errors import UsageError
 class Handle:
     """A collective that was called. Each call of `wait` returns its result or raises its error.
 
-    Args:
-        group: the members; None: a world of one.
-        works: the operations of Gloo, NCCL or shared memory that were launched for it.
-        finish: a function that makes the result once the works are complete.
-        pending: the queued call, if it is launched only after the members have agreed; it has the works and `finish`.
+    It has the members (None: a world of one), the operations of Gloo, NCCL or shared memory that were launched for it,
+    and the function that makes its result once they are complete; or the pending call, which has both once the members
+    have agreed.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
@@ -123,15 +121,10 @@ def queue_call(
     launch: Callable[[GlooGroup], Launched | Launching],
     handle: type[Handle] = Handle,
 ) -> Handle:
-    """Queue a collective for comparison with the other members' calls; return its handle.
+    """Queue a collective for comparison with the other members' calls; return its handle, of the class `handle`.
 
-    Args:
-        group: the members.
-        kind: the name of the collective.
-        name: the user's name for this call, by which it is matched; None: calls are matched in their order.
-        description: types, shapes and settings; it must be the same on all members.
-        launch: launches it on the group; a generator if it waits for other exchanges first.
-        handle: the class of the handle.
+    Calls are matched by the user's `name`, or in their order if it is None. `description`, with types, shapes and
+    settings, must be the same on all members. `launch` is a generator if it waits for other exchanges first.
     """
     return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
 
@@ -144,14 +137,7 @@ def refuse_call(group: GlooGroup | None, kind: str, name: str | None, error: Usa
 
 
 def agree(group: GlooGroup | None, kind: str, description: str = "", name: str | None = None, detail: str = "") -> bool:
-    """Wait until all members have called this with the same `kind`, `name` and `description`.
-
-    Args:
-        group: the members; None: a world of one.
-        kind: the name of the collective.
-        description: a text that must be the same on all members.
-        name: see `queue_call`.
-        detail: a text that may differ between members.
+    """Wait until all members have called this with the same `kind`, `name` and `description`; None: a world of one.
 
     Returns:
         True if all members have the same `detail`. False, on all of them, if some differ or it is not known.

@@ -67,11 +67,7 @@ def device_setting() -> str:
 
 
 def reduction_setting() -> str:
-    """Return the way of reduction that the environment asks for: "auto", "gloo" or "shared".
-
-    Raises:
-        InvalidSettingsError: it is another value.
-    """
+    """Return the environment's way of reduction: "auto", "gloo" or "shared". Raise InvalidSettingsError for others."""
     value = os.environ.get(REDUCTION_SETTING, AUTO)
     if value not in (AUTO, GLOO, SHARED):
         raise InvalidSettingsError(
@@ -127,14 +123,9 @@ def _gpu_of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
 
 
 def choose_backend(members: Sequence[MemberDevice], wanted: str) -> Choice:
-    """Choose how tensors on GPUs are reduced; all members make the same choice, from the same facts.
+    """Choose how tensors on GPUs are reduced: "nccl", or "gloo", which goes through the hosts' memory.
 
-    Args:
-        members: their devices, in the order of their ranks.
-        wanted: the `reduction_setting`.
-
-    Returns:
-        "nccl", or "gloo", which goes through the hosts' memory.
+    All members make the same choice, from the same facts: their devices by rank, and the `reduction_setting`.
     """
     if wanted == GLOO:
         return Choice("gloo", f"{REDUCTION_SETTING}=gloo")

@@ -130,14 +130,8 @@ def restore(text: str) -> bytes:
 class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
     """The store through which the members of one group exchange their addresses.
 
-    Each member sends its own to the driver, which answers all of them with one table once it has all addresses.
-
-    Args:
-        link: the connection to the driver.
-        round, name: identify the group.
-        rank: this process's rank in the group.
-        size: the number of members.
-        kind, note: what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
+    Each member sends its own to the driver, which answers all of them with one table once it has all addresses. Kind
+    and note are what the others get besides: see `GlooGroup.kinds` and `GlooGroup.note`.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, size: int, kind: str, note: str) -> None:
@@ -185,12 +179,8 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 class GlooGroup:
     """A process group of one round. One thread uses it; `cut`, which ends it, may be called from any thread.
 
-    Args:
-        link: the connection to the driver.
-        round: the round of the world.
-        name: identifies the group among those of the round, in the key-value store.
-        rank: this process's rank in the group.
-        addresses: the addresses that the members bind to, in the order of their ranks in this group.
+    Its name identifies it among the groups of the round, in the key-value store. The members bind to the addresses,
+    which are in the order of their ranks in this group.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, addresses: Sequence[str]) -> None:
@@ -290,11 +280,7 @@ class GlooGroup:
         self._cut_at = min(self._cut_at, clock.monotonic())
 
     def check_alive(self) -> None:
-        """Check that the group is in use.
-
-        Raises:
-            HorovodInternalError: the group was closed, or the driver has ended the round.
-        """
+        """Raise HorovodInternalError if the group was closed, or the driver has ended the round."""
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         if self._link.cut_round() >= self.round:
@@ -320,12 +306,9 @@ class GlooGroup:
     # --- collectives: all members launch them in the same order, and wait in any order ------------
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
-        """Launch an all-reduce; return the work. After `wait`, `tensor` holds the result.
+        """Launch an all-reduce of a contiguous tensor, which holds the result after `wait`; return the work.
 
-        Args:
-            tensor: a contiguous tensor.
-            op: the operator.
-            fill: writes this member's contribution; None: it is in `tensor`.
+        `fill` writes this member's contribution; None: it is in `tensor`.
         """
         self._settle()
         self.log.launched("allreduce", tensor, op)
@@ -349,14 +332,7 @@ class GlooGroup:
         return self._launch("_allgather_base", out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
-        """Launch an all-to-all; return the work.
-
-        Args:
-            out: receives the rows.
-            tensor: the rows to send.
-            received: the number of rows that each member sends to this one.
-            sent: the number of rows that this one sends to each member.
-        """
+        """Launch an all-to-all; return the work. `received` and `sent` count the rows from and to each member."""
         self._settle()
         self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
@@ -375,9 +351,7 @@ class GlooGroup:
     def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
         """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part.
 
-        Args:
-            mine: the bytes of this member.
-            serve: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
+        `serve`: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
         """
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = sent.new_empty((self.size, sent.numel()))
@@ -388,11 +362,7 @@ class GlooGroup:
         return [row.numpy().tobytes() for row in everyone]
 
     def wait(self, work: Any) -> None:
-        """Block until a launched collective is done.
-
-        Raises:
-            HorovodInternalError: a peer is gone, or the driver has ended the round.
-        """
+        """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         try:
             if not has_ended(work, _STALL):
                 self._wait_on(work)

@@ -155,11 +155,7 @@ def _belongs_to_group(connection: socket.socket, addresses: Collection[str], ann
 
 
 def has_ended(work: dist.Work, within: timedelta) -> bool:
-    """Wait for a collective for at most `within`; return True if it is done.
-
-    Raises:
-        Exception: the error that the collective failed with.
-    """
+    """Wait for a collective for at most `within`; return True if it is done. Raise the error that it failed with."""
     try:
         work.wait(within)
     except Exception:
@@ -266,18 +262,10 @@ class Graveyard:
             self._destroyed += 1
             if self._destroyed >= _TRIM_EVERY:
                 self._destroyed = 0
-                give_memory_back()
-
-
-def give_memory_back() -> None:
-    """Give memory that was freed back to the system, if the C library can.
-
-    Groups allocate on many threads that end with them. What they free lies between small blocks that are still in use,
-    and glibc keeps it: some 50 KB a world, several hundred MB after ten thousand worlds.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+                # Groups allocate on many threads that end with them. What they free lies between small blocks that are
+                # still in use, and glibc keeps it: some 50 KB a world, several hundred MB after ten thousand worlds.
+                if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                    libc.malloc_trim(0)
 
 
 graveyard = Graveyard()

@@ -93,12 +93,8 @@ class NcclWork(NamedTuple):
 class NcclGroup:
     """The NCCL communicator of a group with one GPU for each member. One thread uses it; any thread may call `cut`.
 
-    Args:
-        device: this member's GPU.
-        check_alive: raises HorovodInternalError once the round is over.
-        report_stall: called with True when a wait takes longer than `stall_s`, and with False when that wait ends.
-        stall_s: the time after which a wait is long.
-        runtime: the calls of CUDA and NCCL.
+    `check_alive` raises HorovodInternalError once the round is over. `report_stall` is called with True when a wait
+    takes longer than `stall_s`, and with False when that wait ends. `runtime` has the calls of CUDA and NCCL.
     """
 
     def __init__(
@@ -157,11 +153,7 @@ class NcclGroup:
             raise RuntimeError(f"NCCL does not connect: {failure}") from failure
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> NcclWork:
-        """Launch a reduction in place.
-
-        Raises:
-            HorovodInternalError: a peer is gone, or the round is over.
-        """
+        """Launch a reduction in place. Raise HorovodInternalError if a peer is gone, or the round is over."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         pg = self._pg
@@ -276,10 +268,7 @@ def member_device(device: torch.device) -> MemberDevice:
 class GpuReduction:
     """The reductions of one group in one round whose tensors are on GPUs.
 
-    Args:
-        group: the group, for its members' agreement.
-        connect_store: makes a store for the communicator's rendezvous, in the driver's key-value store.
-        stall_s: see `NcclGroup`.
+    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store.
     """
 
     def __init__(

@@ -56,9 +56,7 @@ def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs:
 class Group(GlooGroup):
     """A `GlooGroup` that selects the fastest way for each reduction: shared memory, NCCL or Gloo.
 
-    Args:
-        link, round, name, rank, addresses: see `GlooGroup`.
-        hosts: the members' hosts, in the order of their ranks in this group.
+    `hosts` are the members' hosts, in the order of their ranks in this group.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -176,11 +177,7 @@ class Negotiation:
         return pending.launched
 
     def settle(self) -> None:
-        """Launch all queued collectives, before one that is not queued.
-
-        Raises:
-            MismatchError, HorovodInternalError: see `launch`.
-        """
+        """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:
             waiting = list(self._queue.values())
             self._compare()
@@ -269,12 +266,9 @@ class Negotiation:
             del self._queue[pending.key]
 
     def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], begin: bool) -> None:
-        """Compare the queues of other groups, whose members may wait for it.
+        """Compare the queues of those other groups that need it, whose members may wait for it, until `is_over()`.
 
-        Args:
-            is_over: returns True once this member does not have to wait any longer.
-            needs: returns True for the negotiations that are to be served; this ends when there is none.
-            begin: also begin comparisons; False: only complete those that were begun.
+        This ends, too, when there is none. `begin`: also begin comparisons, and not only complete those in progress.
         """
         began, stalled = clock.monotonic(), False
         try:
@@ -350,12 +344,12 @@ class Negotiation:
         ranks: dict[str, list[int]] = {}
         for rank, text in texts.items():
             ranks.setdefault(text, []).append(self._group.world_ranks[rank])
-        alike = _common_start(list(ranks)) if len(ranks) > 1 else 0
+        alike = len(os.path.commonprefix(list(ranks))) if len(ranks) > 1 else 0  # noqa: RUF071  # letters are meant
         start = max(0, alike - _LONGEST_TEXT // 3)
-        shown = [
-            f"{'rank' if len(who) == 1 else 'ranks'} {_listed(who)}: {_short(text, start)}"
-            for text, who in list(ranks.items())[:_MOST_VARIANTS]
-        ]
+        shown = []
+        for text, who in list(ranks.items())[:_MOST_VARIANTS]:
+            listed = ", ".join(map(str, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
+            shown.append(f"{'rank' if len(who) == 1 else 'ranks'} {listed}: {_short(text, start)}")
         return ", ".join(shown) + (f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else "")
 
 
@@ -380,18 +374,9 @@ def _shown(entry: list[str]) -> str:
     return f"{entry[0]} ({entry[2]})" if entry[2] else entry[0]
 
 
-def _common_start(texts: list[str]) -> int:
-    """Return the length of the common prefix."""
-    return next((at for at, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), len(min(texts)))
-
-
 def _short(text: str, start: int) -> str:
     """Return the part of a long text from `start` on, where it differs from the others."""
     if len(text) <= _LONGEST_TEXT:
         return text
     part = text[start : start + _LONGEST_TEXT]
     return ("..." if start else "") + part + ("..." if start + len(part) < len(text) else "")
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -215,11 +215,7 @@ class Process:
     # --- groups -------------------------------------------------------------------------------
 
     def require(self) -> Position:
-        """Return the position.
-
-        Raises:
-            NotInitializedError: `init` has not been called.
-        """
+        """Return the position. Raise NotInitializedError if `init` has not been called."""
         if self.position is None:
             raise NotInitializedError("hvd.init() has not been called in this process")
         return self.position
@@ -256,12 +252,8 @@ class Process:
     def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
         """Return the group of this round with that name; all its members connect it together at its first use.
 
-        Args:
-            name: "global", "local", "cross", or the name of a group of chosen ranks.
-            ranks: the members' ranks, this process's among them, for a group of chosen ranks.
-
-        Returns:
-            The group. None if it has only one member, or if this process is `provisional`.
+        `ranks` are the members' ranks, this process's among them, for a group of chosen ranks. None if the group has
+        only one member, or if this process is `provisional`.
 
         Raises:
             HorovodInternalError: the round is over.

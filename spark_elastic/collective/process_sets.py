@@ -44,11 +44,7 @@ class ProcessSet:
         return list(self._ranks if self._rule is None else _checked(self._rule(process.require().size)))
 
     def _members(self) -> list[int]:
-        """Return the ranks of the set that exist in the present world.
-
-        Raises:
-            UsageError: the set is not in use.
-        """
+        """Return the ranks of the set that exist in the present world. Raise UsageError if the set is not in use."""
         if self.process_set_id is None:
             raise UsageError(
                 f"{self} is not in use: it was not added with hvd.add_process_set, was removed, or was added inside of "

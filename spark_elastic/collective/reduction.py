@@ -60,11 +60,7 @@ _WIDENED = {torch.int16: torch.int32}
 
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that values of `dtype` are reduced in.
-
-    Raises:
-        UsageError: `dtype` has no sensible reduction.
-    """
+    """Return the type that values of `dtype` are reduced in. Raise UsageError for one without a sensible reduction."""
     if dtype.is_complex:
         raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
     return _WIDENED.get(dtype, dtype)
@@ -85,11 +81,7 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 
 def check_gradient_op(op: ReduceOp, predivide: float) -> None:
-    """Check that gradients can be reduced with these settings.
-
-    Raises:
-        UsageError: another operator than Average or Sum, or a predivide factor without Average.
-    """
+    """Raise UsageError for another operator than Average or Sum, or a predivide factor without Average."""
     if op is Adasum:
         _ = op.gloo
     if op not in (Average, Sum):
@@ -102,15 +94,10 @@ def check_gradient_op(op: ReduceOp, predivide: float) -> None:
 
 
 def scaling_factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype) -> tuple[float, float]:
-    """Return the factors to multiply gradients by before and after their sum over `size` members.
+    """Return the factors to multiply gradients by before and after their sum over `size` members, in the type `wire`.
 
-    Args:
-        op: Average or Sum.
-        predivide: divisor before the sum, if not 1. By default an average is divided completely before the sum: that
-            costs nothing extra, since gradients are copied anyway. float16 is divided about half, see
-            `float16_prescale`.
-        size: members that are summed over.
-        wire: the type that the sum is computed in.
+    `predivide` is the divisor before the sum, if not 1. By default an average is divided completely before the sum:
+    that costs nothing extra, since gradients are copied anyway. float16 is divided about half, see `float16_prescale`.
     """
     divisor = size if op is Average else 1
     if predivide != 1.0:
@@ -213,9 +200,7 @@ def compressed_sum_scaling(
 ) -> tuple[ReduceOp, float, float]:
     """Choose how to reduce compressed tensors so that neither small nor large values are lost on the way.
 
-    Returns:
-        The operator to apply to the compressed tensors, and the factors to multiply by before `compress` and after
-        `decompress`.
+    Returns the operator for them, and the factors to multiply by before `compress` and after `decompress`.
     """
     if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
         return op, 1.0, 1.0
@@ -231,15 +216,9 @@ def reduce_compressed(
     size: int,
     reduce: Callable[[ReduceOp, list[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Compress and scale tensors, reduce them, and undo both.
+    """Compress and scale tensors, reduce them over `size` members, and undo both.
 
-    Args:
-        tensors: the tensors to reduce.
-        compression: the compressor.
-        op: the operator.
-        size: the number of members.
-        reduce: a function that reduces compressed tensors with an operator; called twice if only some of the tensors
-            are compressed.
+    `reduce` reduces compressed tensors with an operator; it is called twice if only some of the tensors are compressed.
     """
     scaling = [compressed_sum_scaling(compression, op, size, tensor.dtype) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)

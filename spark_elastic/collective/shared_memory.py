@@ -165,11 +165,7 @@ class Mapping:
 
 
 class OwnSegment(Mapping):
-    """The segment that this process writes.
-
-    Raises:
-        OSError: there is no memory, or no memfd_create.
-    """
+    """The segment that this process writes. Raises OSError if there is no memory, or no memfd_create."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -321,13 +317,9 @@ _LOSS_IS_KNOWN_S = 5.0
 
 
 def find_peers(group: GlooGroup, link: WorkerLink) -> HostPeers | None:
-    """Open the segments of the group's members, all on this host; return None if any of them cannot.
+    """Open the segments of the connected group's members, all on this host; return None if any of them cannot.
 
     All members of the group call this together, and all of them get peers or all get None.
-
-    Args:
-        group: the group; it is connected.
-        link: derives the key of the job.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -399,13 +391,7 @@ def _identity(key: bytes, nonce: bytes) -> bytes:
 
 
 def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
-    """Open the segments of the other members; see `Peer`.
-
-    Args:
-        key: the job's key for shared memory.
-        rank: this member's rank.
-        announced: what they have announced, by rank.
-    """
+    """Open the segments of the other members, as they have announced them, by rank; see `Peer`."""
     peers: list[Peer] = []
     try:
         for number, other in enumerate(announced):

@@ -64,12 +64,7 @@ class Chunk:
 
 
 def chunk_code(tensor: torch.Tensor, op: Any) -> int:
-    """Encode size, type and operator in one number; it is equal on all members if their calls match.
-
-    Args:
-        tensor: the contents of the chunk.
-        op: Gloo's reduction operator; None for a broadcast.
-    """
+    """Encode size, type and operator (None: a broadcast) in one number; equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
     number = _BROADCAST if op is None else OPERATORS[operator_name(op)][0]
     return nbytes << 16 | DTYPES[tensor.dtype] << 8 | number
@@ -178,11 +173,6 @@ class SharedMemoryReducer:
     """Reductions and broadcasts among the members of one host, who are all members of their group.
 
     One thread uses it; `interrupt` may be called from another.
-
-    Args:
-        found: the members.
-        round: the round of their group.
-        wait: waits for peers.
     """
 
     def __init__(self, found: HostPeers, round: int, wait: SpinWait) -> None:
@@ -318,11 +308,7 @@ class SharedMemoryReducer:
         self._own.announce(CONSUMED, due)
 
     def _parts(self, chunk: Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's contribution, in rank order.
-
-        Raises:
-            UsageError: the members reduce different tensors.
-        """
+        """Return each member's contribution, in rank order. Raise UsageError if members reduce different tensors."""
         parts = [self._part(chunk, peer) for peer in self._peers]
         parts.insert(self._rank, mine)
         return parts

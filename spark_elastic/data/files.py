@@ -23,7 +23,7 @@ from pathlib import Path
 from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, ReadAhead, Source
 from spark_elastic.data.remote_cache import CachedSplit, disk_bytes
-from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, Sidecars, open_rows
+from spark_elastic.data.rows import MappedFiles, Numbering, ShardRows, Sidecars
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 
@@ -52,7 +52,7 @@ class SplitFiles:
     ) -> None:
         shards = manifest.splits[split]
         stride = manifest.layout.stride
-        self.numbering = Numbering([shard.rows for shard in shards], manifest.layout.rows_per_page_run)
+        self.numbering = Numbering([shard.rows for shard in shards])
         self._opened: list[Callable[[], None]] = []
         self._check: LocalCheck | None = None
         self.sidecars: Sidecars | None = None
@@ -66,8 +66,9 @@ class SplitFiles:
             return
         try:
             paths = [store.local_path(shard.file) for shard in shards]
-            self.rows = open_rows(paths, self.numbering, stride, [shard.nbytes for shard in shards])
-            self._opened.append(self.rows.close)
+            records = MappedFiles(paths, [shard.nbytes for shard in shards])
+            self._opened.append(records.close)
+            self.rows = ShardRows(records, self.numbering, stride)
             nbytes = manifest.nbytes(split)
             self._source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
             if check_is_enabled():
@@ -77,15 +78,16 @@ class SplitFiles:
                 self._opened.append(self._check.close)
             if sidecars:
                 sides = [store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
-                self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards], store.url)
-                self._opened.append(self.sidecars.close)
+                values = MappedFiles(sides, [shard.sidecar_nbytes for shard in shards])
+                self._opened.append(values.close)
+                self.sidecars = Sidecars(values, store.url)
         except BaseException:
             self.close()
             raise
 
     def read_ahead(self) -> ReadAhead:
         """Return the read-ahead of one pass over the split."""
-        return ReadAhead(self._source, self.numbering, self._part_rows)
+        return ReadAhead(self._source, self.numbering.rows, self._part_rows)
 
     def checked(self, timeout_s: float | None) -> bool:
         """Wait for the comparison with the checksums, see `LocalCheck.result`.
@@ -121,13 +123,11 @@ def least_cache_bytes(manifest: Manifest, split: str, rows_at_once: int | None) 
 class LocalSource:
     """The files of a local split: the system is advised to read them in large pieces, not page by page when touched.
 
-    Windows of large splits are unmapped after use, because resource managers count mapped pages as this process's
+    Windows of large splits are evicted after use, because resource managers count mapped pages as this process's
     memory. Splits too large to stay in memory also leave the page cache, to make room for the next windows.
     """
 
-    def __init__(
-        self, paths: list[Path], numbering: Numbering, stride: int, rows: MappedRows | GatheredRows, nbytes: int
-    ) -> None:
+    def __init__(self, paths: list[Path], numbering: Numbering, stride: int, rows: ShardRows, nbytes: int) -> None:
         self._paths = paths
         self._numbering = numbering
         self._stride = stride

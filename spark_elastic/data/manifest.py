@@ -7,18 +7,12 @@ Readers may assume of the shards of a split:
 - Their order is fixed, and with it the number of every row: those of the first shard come first.
 - A file starts with its first record and contains only records. References into the sidecar count from the start of
   the shard's own sidecar.
-- A writer (a task) makes a sequence of shards. Each of them except the last contains a multiple of
-  `layout.rows_per_page_run` rows, which is a whole number of pages, so the next shard can be mapped right behind it.
-  The last shard, for most writers their only one, may contain any number of rows: the next shard can be mapped at the
-  next multiple of `rows_per_page_run` rows, and the gap contains no rows. So the row counts alone tell where shards can
-  be mapped.
 - No shard is empty.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -71,7 +65,6 @@ def _checksum(document: Mapping[str, Any]) -> int:
 # --- the layout of a record -------------------------------------------------------------------------
 
 LAYOUT_VERSION = 1
-PAGE = 4096  # bytes. Machines with larger pages read the same files, without mapping them side by side
 _NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
 """numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
 _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
@@ -147,11 +140,6 @@ class Layout:
                 "itemsize": self.stride,
             }
         )
-
-    @property
-    def rows_per_page_run(self) -> int:
-        """The smallest number of rows whose records fill whole pages."""
-        return PAGE // math.gcd(self.stride, PAGE)
 
     @property
     def has_sidecar(self) -> bool:

@@ -26,9 +26,10 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
+from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.spark_connect import application_of, context_of, functions_for, is_connect
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, small_batches
-from spark_elastic.data.store import Store, ensure_shared
+from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
 

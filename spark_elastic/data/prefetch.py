@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.windows import WindowedShuffle
-from spark_elastic.data.rows import Numbering
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import Order, WindowedShuffle
 
 T = TypeVar("T")
 
@@ -58,67 +58,47 @@ class Prefetcher(Iterator[T], Generic[T]):
         self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
     ) -> None:
         self._on_close = on_close
-        self._depth = depth
-        self._items: deque[T] = deque()
-        self._error: BaseException | None = None
-        self._ended = False
+        self._room = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        """Each item, or the error that ended the source; StopIteration at its end."""
         self._closed = False
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
         self._thread.start()
 
     def _run(self, source: Callable[[], Iterable[T]]) -> None:
+        over: BaseException = StopIteration()
         items: Iterator[T] = iter(())
         try:
             items = iter(source())
-            while self._wait_for_room():
+            # to wait before an item is made rather than after saves the memory of one item
+            while self._room.acquire() and not self._closed:
                 try:
                     item = next(items)
                 except StopIteration:
                     break
-                with self._changed:
-                    self._items.append(item)
-                    self._changed.notify_all()
+                self._ready.put((item, None))
                 del item
         except BaseException as error:  # raised again on the consumer's thread
-            self._error = error
+            over = error
         finally:
             if isinstance(items, Generator):
                 items.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Wait until another item may be made, and return False if `close` was called.
-
-        Waiting before an item is made rather than after saves the memory of one item.
-        """
-        with self._changed:
-            while len(self._items) >= self._depth and not self._closed:
-                self._changed.wait()
-            return not self._closed
+            self._ready.put((None, over))
 
     def __next__(self) -> T:
-        with self._changed:
-            while not self._items and not self._ended:
-                self._changed.wait()
-            if self._items:
-                item = self._items.popleft()
-                self._changed.notify_all()
-                return item
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        raise StopIteration
+        if self._closed:
+            raise StopIteration
+        item, over = self._ready.get()
+        if over is not None:
+            self._ready.put((None, StopIteration()))
+            raise over
+        self._room.release()
+        return cast(T, item)
 
     def close(self) -> None:
         """Stop the thread and wait for the item that it is making. Repeated calls do nothing."""
-        with self._changed:
-            self._closed = True
-            self._items.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._room.release()
         self._on_close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -175,9 +155,9 @@ class ReadAhead:
     all are preloaded.
     """
 
-    def __init__(self, source: Source, numbering: Numbering, part_rows: int = 1) -> None:
+    def __init__(self, source: Source, rows: int, part_rows: int = 1) -> None:
         self._source = source
-        self._numbering = numbering
+        self._rows = rows
         self._part_rows = part_rows
         self._parts: deque[_Requested] = deque()
         self._stopping: Future[None] = Future()
@@ -234,13 +214,13 @@ class ReadAhead:
             self._ends[stream] = windows[0].stop if windows else order.rows
 
     def _prepare_parts(self, start: int, stop: int) -> None:
-        parts, rows = self._parts, self._numbering.rows
+        parts = self._parts
         while parts and parts[0].stop <= start:
             self._source.release(parts.popleft().request)
         end = parts[-1].stop if parts else start
-        while end < min(stop + 2 * self._part_rows, rows):
-            begin, end = end, min(end + self._part_rows, rows)
-            parts.append(_Requested(end, self._source.request(self._numbering.ranges_in_files(begin, end))))
+        while end < min(stop + 2 * self._part_rows, self._rows):
+            begin, end = end, min(end + self._part_rows, self._rows)
+            parts.append(_Requested(end, self._source.request([(begin, end)])))
         for part in parts:
             if not part.local:
                 self._source.wait(part.request, self._stopping)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from spark_elastic.data.files import SplitFiles, least_cache_bytes
 from spark_elastic.data.manifest import Kind, Manifest, TensorField
-from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
-from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
+from spark_elastic.data.order.permutation import GlobalOrder, Indices
+from spark_elastic.data.order.windows import Order, WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
 from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import InvalidSettingsError, nearest
@@ -29,8 +29,6 @@ _GROUP_ROWS = 1 << 14
 rows, which is a hand-over between threads and some dozen calls."""
 _GROUP_BYTES = 4 << 20
 """The limit of a group in bytes, so that the rows are still in the processor's cache when they are used."""
-_PLANNED_ROWS = 1 << 16
-"""Rows whose numbers are computed at a time: gathering evicts the tables of the computation from the cache."""
 _AHEAD_BYTES = 8 << 20
 """The most bytes in groups gathered ahead, unless one batch has more: more buffers only evict each other from the
 processor's cache."""
@@ -281,35 +279,17 @@ class BatchReader:
         self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int
     ) -> Iterator[Iterator[Batch]]:
         order = self._order_of(epoch)
-        windows = self._order_of(epoch)  # another one, for the other thread
-        group_batches, group_rows = self._group_size(batch_size, size)
-        planned = max(1, _PLANNED_ROWS // group_rows) * group_batches * batch_size
-
-        def plans() -> Iterator[tuple[list[int], Indices, Indices, list[int]]]:
-            for begin in range(position, self.rows, planned):
-                edges = [*range(begin, min(begin + planned, self.rows), batch_size), min(begin + planned, self.rows)]
-                numbers, counts = order.take(edges, rank, size)
-                if not self.shuffle:
-                    numbers = self._files.numbering.in_file_order(numbers)
-                yield edges, numbers, self._files.rows.places(numbers), counts
-
-        # on its own thread, the time to compute the order and the places is hidden behind the time to gather
-        planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
+        group = self._group_size(batch_size, size)[0] * batch_size
         try:
-            for edges, numbers, places, counts in planning or plans():
-                done = 0
-                for first in range(0, len(counts), group_batches):
-                    part = counts[first : first + group_batches]
-                    bounds = edges[first : first + group_batches + 1]
-                    ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
-                    rows = slice(done, done + sum(part))
-                    yield _split(self._gathered(numbers[rows], places[rows]), bounds, part)
-                    done = rows.stop
+            for begin in range(position, self.rows, group):
+                end = min(begin + group, self.rows)
+                edges = [*range(begin, end, batch_size), end]
+                ahead.prepare(order, begin, end, rank, size)
+                numbers, counts = order.take(edges, rank, size)
+                yield _split(self._gathered(numbers), edges, counts)
         except Stopped:
             return
         finally:
-            if planning is not None:
-                planning.close()
             ahead.release_all()
 
     def _order_of(self, epoch: int) -> Order:
@@ -317,11 +297,11 @@ class BatchReader:
             return WindowedShuffle(self.rows, self.seed, epoch, self._windows)
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
-    def _gathered(self, numbers: Indices, places: Indices) -> dict[str, Any]:
-        """Return the tensors of the rows with these numbers, whose records are at these places."""
+    def _gathered(self, numbers: Indices) -> dict[str, Any]:
+        """Return the tensors of the rows with these numbers."""
         nbytes = len(numbers) * self._dtype.itemsize
         out: npt.NDArray[Any] = self._buffers.acquire(nbytes)[:nbytes]
-        self._files.rows.gather(places, out.view(np.dtype((np.void, self._dtype.itemsize))))
+        self._files.rows.gather(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
         records = out.view(self._dtype)
         tensors: dict[str, Any] = {field.name: records[field.name] for field in self.fields}
         if self._files.sidecars is not None:

@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import os
 import re
-import resource
 import shutil
 import threading
 import time
@@ -35,7 +34,7 @@ from typing import Any
 from spark_elastic.clock import monotonic, wall
 from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
-from spark_elastic.data.rows import Numbering, Sidecars, open_rows
+from spark_elastic.data.rows import MappedFiles, Numbering, ShardRows, Sidecars, allow_descriptors
 from spark_elastic.data.store import Store, own_temporary_folder
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
 
@@ -48,7 +47,6 @@ _FETCHERS = 8  # concurrent requests: an object store takes tens of ms for each,
 _PART_BYTES = 4 << 20  # bytes of a request
 _PAUSES_S = (0.0, 1.0)  # pauses before the second and third try: a broken connection must not end hours of training
 _POLL_S = 0.05  # between looks at a lock of another process, which may fetch for minutes
-_MORE_DESCRIPTORS = 512  # of a process, besides those of the shards that it holds
 ROOM_TIMEOUT_S = 300.0  # how long a fetch waits until others release shards that are in its way
 
 
@@ -109,46 +107,42 @@ class ShardCache:
             StoreError: There is no room.
         """
         unfinished = path.with_suffix(".partial")
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                stopping.wait(_POLL_S)
-                file = _closed(file)
-                return None
-            if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
-                if _is_at(file, unfinished):
-                    unfinished.unlink()
-                file = _closed(file)
-                return None
-            try:
-                self._make_room(file, unfinished, nbytes, stopping)
-                found, at = 0, 0
-                for part in parts():
-                    found = zlib.crc32(part, found)
-                    at += os.pwrite(file, part, at)
-                if at != nbytes:  # a disk that is nearly full accepts a part of the data
-                    raise OSError(f"{at} of {nbytes} bytes were written")
-                if found != crc32:
-                    raise damaged(found)
-                os.fsync(file)  # or a power cut could leave a file of zeros under the right name
-                _touch(file, crc32)
-                os.rename(unfinished, path)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if not _is_at(file, path):  # deleted between the two locks
-                file = _closed(file)
-                return None
-            return file
-        except BaseException as error:
-            if file >= 0:
-                os.close(file)
-            if isinstance(error, OSError):
-                raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
-            raise
+            with contextlib.ExitStack() as closing:
+                file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                closing.callback(os.close, file)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    stopping.wait(_POLL_S)
+                    return None
+                if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
+                    if _is_at(file, unfinished):
+                        unfinished.unlink()
+                    return None
+                try:
+                    self._make_room(file, unfinished, nbytes, stopping)
+                    found, at = 0, 0
+                    for part in parts():
+                        found = zlib.crc32(part, found)
+                        at += os.pwrite(file, part, at)
+                    if at != nbytes:  # a disk that is nearly full accepts a part of the data
+                        raise OSError(f"{at} of {nbytes} bytes were written")
+                    if found != crc32:
+                        raise damaged(found)
+                    os.fsync(file)  # or a power cut could leave a file of zeros under the right name
+                    _touch(file, crc32)
+                    os.rename(unfinished, path)
+                except BaseException:
+                    unfinished.unlink(missing_ok=True)
+                    raise
+                fcntl.flock(file, fcntl.LOCK_SH)
+                if not _is_at(file, path):  # deleted between the two locks
+                    return None
+                closing.pop_all()
+                return file
+        except OSError as error:
+            raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
 
     def _make_room(self, file: int, unfinished: Path, nbytes: int, stopping: threading.Event) -> None:
         """Give the file its length once the limit allows it; delete the least recently used files for that."""
@@ -187,11 +181,6 @@ class ShardCache:
             yield
         finally:
             os.close(file)
-
-
-def _closed(file: int) -> int:
-    os.close(file)
-    return -1
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -275,13 +264,14 @@ class CachedSplit:
         for files, shard in zip(self._files, shards, strict=True):
             if sidecars and shard.sidecar is not None:
                 files.append(self._file(shard.sidecar, shard.sidecar_nbytes, shard.sidecar_crc32))
-        _allow_descriptors(sum(map(len, self._files)) + _MORE_DESCRIPTORS)
+        allow_descriptors(2 * sum(map(len, self._files)))
         paths = [files[0].path for files in self._files]
         sides = [files[1].path if len(files) > 1 else None for files in self._files]
-        self.rows = open_rows(paths, numbering, manifest.layout.stride, [s.nbytes for s in shards], later=True)
-        self.sidecar_values: Sidecars | None = None
-        if sidecars:
-            self.sidecar_values = Sidecars(sides, [shard.sidecar_nbytes for shard in shards], store.url, later=True)
+        records = MappedFiles(paths, [shard.nbytes for shard in shards], later=True)
+        values = MappedFiles(sides, [shard.sidecar_nbytes for shard in shards], later=True)
+        self._maps = (records, values)
+        self.rows = ShardRows(records, numbering, manifest.layout.stride)
+        self.sidecar_values = Sidecars(values, store.url) if sidecars else None
         self._guard = threading.Lock()
         self._uses: Counter[int] = Counter()  # requests that were not released, by shard
         self._local: dict[int, Future[None]] = {}
@@ -339,9 +329,8 @@ class CachedSplit:
         held: list[int] = []
         try:
             held += [self._hold(file) for file in self._files[shard] if file.nbytes]
-            self.rows.open(shard)
-            if self.sidecar_values is not None:
-                self.sidecar_values.open(shard)
+            for maps in self._maps:
+                maps.open(shard)
         except BaseException:
             for file in held:
                 os.close(file)
@@ -381,9 +370,8 @@ class CachedSplit:
             yield ahead.popleft().result()
 
     def _shut(self, shard: int) -> None:
-        self.rows.shut(shard)
-        if self.sidecar_values is not None:
-            self.sidecar_values.shut(shard)
+        for maps in self._maps:
+            maps.shut(shard)
         for file in self._held.pop(shard, ()):
             os.close(file)
 
@@ -391,9 +379,8 @@ class CachedSplit:
         self._stopping.set()
         self._shards.shutdown(wait=True, cancel_futures=True)
         self._fetchers.shutdown(wait=True, cancel_futures=True)
-        self.rows.close()
-        if self.sidecar_values is not None:
-            self.sidecar_values.close()
+        for maps in self._maps:
+            maps.close()
         for held in self._held.values():
             for descriptor in held:
                 os.close(descriptor)
@@ -401,14 +388,6 @@ class CachedSplit:
         for files in self._files:
             for file in files:
                 file.remote.close()
-
-
-def _allow_descriptors(most: int) -> None:
-    """Raise the limit of this process's open files as far as it may be raised: a shuffle holds all shards open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < most:
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def check_cache_bytes(cache_bytes: int | None, least: int, what: str) -> None:

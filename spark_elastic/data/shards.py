@@ -60,9 +60,9 @@ class Block:
 class ShardWriter:
     """A writer of shards, which starts a new one when the records or the sidecar reach `shard_bytes`.
 
-    Every shard except the last contains a multiple of `layout.rows_per_page_run` rows, see `manifest`. Without rows
-    there is no file. The files are ``<stem>-<number>.rows`` and ``.side``; the stem must be different for each attempt
-    of a task. With `durable`, finished shards survive a power cut, for which a local folder waits for the disk.
+    Without rows there is no file. The files are ``<stem>-<number>.rows`` and ``.side``; the stem must be different for
+    each attempt of a task. With `durable`, finished shards survive a power cut, for which a local folder waits for the
+    disk.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class ShardWriter:
         self._stem = stem
         self._layout = layout
         self._shard_bytes = shard_bytes
-        self._page_run = layout.rows_per_page_run
-        self._rows_per_shard = max(self._page_run, shard_bytes // layout.stride // self._page_run * self._page_run)
+        self._rows_per_shard = max(1, shard_bytes // layout.stride)
         self._done: list[Shard] = []
         self._rows = 0
         self._records: _File | None = None
@@ -99,7 +98,7 @@ class ShardWriter:
         if left > 0:
             ends = np.cumsum(sum(blob.lengths for blob in block.blobs.values()))
             rows = int(np.searchsorted(ends, left)) + 1
-        return min(room, rows + -(self._rows + rows) % self._page_run)
+        return min(room, rows)
 
     def close(self) -> tuple[Shard, ...]:
         """End the last shard, and return all shards that were written."""

@@ -74,13 +74,7 @@ def active_session() -> Any:
 
 
 def setting_of(context: Any, name: str, default: str | None = None) -> str | None:
-    """Return a setting of the application; `default` if it is not set.
-
-    Args:
-        context: A SparkContext, or a session of Spark Connect, whose own settings come before those of the server.
-        name: The setting's name.
-        default: See above.
-    """
+    """Return a setting of a SparkContext, or of a Connect session, whose own settings come before the server's."""
     # getConf() would copy all settings from the JVM, with some calls for each
     value = context.conf.get(name, default) if is_connect(context) else context._conf.get(name, default)
     return None if value is None else str(value)
@@ -115,10 +109,15 @@ def has_arrow_udfs(df: Any) -> bool:
     return all([int(part) for part in each] >= [4, 1] for each in versions) and is_connect(df) == is_remote()
 
 
+def is_local_master(master: str) -> bool:
+    """Return True if Spark's tasks run on this machine, in the driver's own JVM."""
+    return master == "local" or master.startswith("local[")
+
+
 def runs_locally(session: Any) -> bool:
     """Return True if the server runs tasks inside its own JVM, and this process is on the same machine."""
     master = setting_of(session, "spark.master", "") or ""
-    return (master == "local" or master.startswith("local[")) and is_this_machine(server_of(session)[0])
+    return is_local_master(master) and is_this_machine(server_of(session)[0])
 
 
 def server_of(session: Any) -> tuple[str, int]:

@@ -101,11 +101,7 @@ def quiet_log(context: Any, verbose: int) -> None:
 
     `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. A log4j configuration
     of the user's or of the cluster, `spark.log.level`, and what the program has set with `setLogLevel` are left as they
-    are. Looked at once per application.
-
-    Args:
-        context: The SparkContext.
-        verbose: 0: change nothing, because this package prints nothing either.
+    are. Looked at once per application. verbose=0 changes nothing, because this package prints nothing either.
     """
     if not verbose or _SUBMITTED not in os.environ or context.applicationId in _quieted:
         return

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.data.spark_connect import is_connect, is_local_master
 from spark_elastic.errors import ExecutorPythonError, NotPicklableError
 
 NEEDED = ("cloudpickle", "numpy", "torch", "spark_elastic")
@@ -66,11 +66,6 @@ def choose_python(context: Any) -> None:
     _checked.add(about)
 
 
-def is_local_master(master: str) -> bool:
-    """Return True if Spark's tasks run on this machine, in the driver's own JVM."""
-    return master == "local" or master.startswith("local[")
-
-
 def _is_this_python(program: str | None) -> bool:
     if program is None:
         return False
@@ -93,7 +88,7 @@ def _check_program(program: str) -> None:
         raise python_error(program, problem=f"it cannot be run ({error})") from None
     if done.returncode != 0:
         raise python_error(program, problem=f"it cannot be run ({(done.stderr.strip() or 'no message')[-200:]})")
-    _refuse(path, version, missing.split())
+    refuse_python((path, version, missing.split()))
 
 
 def report_python(needed: Sequence[str] = NEEDED) -> Callable[[], tuple[str, str, list[str]]]:
@@ -116,10 +111,7 @@ def report_python(needed: Sequence[str] = NEEDED) -> Callable[[], tuple[str, str
 
 def refuse_python(answer: tuple[str, str, list[str]], *, on_connect: bool = False) -> None:
     """Raise ExecutorPythonError if the Python that `report_python` described lacks packages."""
-    _refuse(*answer, on_connect)
-
-
-def _refuse(path: str, version: str, missing: Sequence[str], on_connect: bool = False) -> None:
+    path, version, missing = answer
     if missing:
         alone = " (ship_package=True sends it)" if on_connect and list(missing) == ["spark_elastic"] else ""
         problem = f"it has no {', '.join(missing)}{alone}"
@@ -129,10 +121,7 @@ def _refuse(path: str, version: str, missing: Sequence[str], on_connect: bool = 
 def python_error_of(error: BaseException, python: str, *, on_connect: bool = False) -> ExecutorPythonError | None:
     """Return the error to raise for a Spark job that failed because of the executors' Python; None for other causes.
 
-    Args:
-        error: The error of the job.
-        python: The program that Spark starts on the executors.
-        on_connect: Whether the job is a query of a Spark Connect session.
+    `python` is the program that Spark starts on the executors.
     """
     text = str(error)
     if _VERSION_DIFFERS.search(text):
@@ -155,13 +144,14 @@ def check_executors(context: Any) -> None:
     Raises:
         ExecutorPythonError: It lacks packages, or has another minor version than this program's.
     """
-    if is_connect(context):
-        return _check_on_connect(context)
-    if is_local_master(context.master):
+    on_connect = is_connect(context)
+    if not on_connect and is_local_master(context.master):
         return choose_python(context)
-    about = (str(context.applicationId), str(context.pythonExec))
+    ids = (context.session_id, "Spark Connect") if on_connect else (context.applicationId, context.pythonExec)
+    about = (str(ids[0]), str(ids[1]))
     if about not in _checked:
-        refuse_python(_ask(context, NEEDED_FOR_ROWS))
+        answer = _ask_on_connect(context, NEEDED_ON_CONNECT) if on_connect else _ask(context, NEEDED_FOR_ROWS)
+        refuse_python(answer, on_connect=on_connect)
         _checked.add(about)
     return None
 
@@ -177,13 +167,6 @@ def _ask(context: Any, names: Sequence[str]) -> tuple[str, str, list[str]]:
             raise
         raise translated from None
     return answer
-
-
-def _check_on_connect(session: Any) -> None:
-    about = (str(session.session_id), "Spark Connect")
-    if about not in _checked:
-        refuse_python(_ask_on_connect(session, NEEDED_ON_CONNECT), on_connect=True)
-        _checked.add(about)
 
 
 def _ask_on_connect(session: Any, names: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -301,9 +284,5 @@ def _own_file(name: str) -> str | None:
 
 
 def python_error(theirs: str, *, problem: str, on_connect: bool = False) -> ExecutorPythonError:
-    ours = f"{sys.executable} ({platform.python_version()})"
-    return ExecutorPythonError(theirs=theirs, ours=ours, problem=problem, version=_minor(), on_connect=on_connect)
-
-
-def _minor() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
+    ours, version = f"{sys.executable} ({platform.python_version()})", ".".join(platform.python_version_tuple()[:2])
+    return ExecutorPythonError(theirs=theirs, ours=ours, problem=problem, version=version, on_connect=on_connect)

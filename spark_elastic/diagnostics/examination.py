@@ -13,9 +13,10 @@ from importlib import metadata
 from typing import Any
 
 from spark_elastic import clock
+from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.spark_connect import is_connect, setting_of
 from spark_elastic.data.spark_console import close_connection
-from spark_elastic.data.store import Store, ensure_shared
+from spark_elastic.data.store import Store
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
 from spark_elastic.driver.preflight import check_java, check_spark
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
@@ -241,10 +242,7 @@ def judge_versions(python: str, packages: Mapping[str, str], reports: Sequence[M
 def judge_clocks(clocks: Mapping[str, float], began: float, ended: float) -> Finding:
     """Compare the clocks of workers after an all-reduce with one another, and with the time that it can have been.
 
-    Args:
-        clocks: The time that each worker has told, in seconds since the epoch.
-        began: The driver's time before the job.
-        ended: The driver's time after it.
+    All times are seconds since the epoch; `began` and `ended` are the driver's, before and after the job.
     """
     middle = sorted(clocks.values())[len(clocks) // 2]
     # workers tell their time just after the all-reduce, so all of them at nearly the same moment

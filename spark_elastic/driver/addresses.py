@@ -28,11 +28,7 @@ class _AgentAddresses:
 
 
 class AddressBook:
-    """The addresses of the agents, and which of them other agents could connect to.
-
-    Args:
-        nics: Names of the interfaces that may be used. Default: all.
-    """
+    """The agents' addresses, on the interfaces `nics` or on all, and which of them other agents could connect to."""
 
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
@@ -175,12 +171,7 @@ class AddressBook:
 def check_interfaces(
     host: str, addresses: dict[str, tuple[str, ...]], nics: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of a host that collectives may use, by the name of their interface.
-
-    Args:
-        host: The host, for the error.
-        addresses: The addresses of all its interfaces, by name.
-        nics: Names of the interfaces that may be used. None: all.
+    """Return the addresses of a host that collectives may use, by interface: those of `nics`, or of all (None).
 
     Raises:
         UnknownInterfaceError: The host has none of `nics`, or no address at all.

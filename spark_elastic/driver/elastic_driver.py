@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
+from spark_elastic.driver.results import WorkerResults
 from spark_elastic.errors import (
     JobCancelledError,
     JobError,
-    ResultError,
     SessionLostError,
     SparkElasticError,
     UserFunctionError,
@@ -32,14 +31,14 @@ from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, loss_in_words, reported
+from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
-from spark_elastic.membership.topology import SlotId, WorkerId
+from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.job_status import Document, StatusModel, Totals, WorkerStatus
+from spark_elastic.reporting.job_status import Document, JobStatus, StatusModel, WorkerStatus
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import LaunchSpec
@@ -54,7 +53,7 @@ CLOSE_TIMEOUT_S = 3.0
 MAX_CLOCK_INTERVAL_S = 2.0
 """Seconds between two readings of the clocks, which find the driver's own pauses."""
 _MOST_SLOTS_NAMED = 8
-_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
+_LOOK_S = 0.005
 
 
 class EventSource(Protocol):
@@ -67,88 +66,11 @@ class EventSource(Protocol):
     def close(self) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class JobStatus:
-    """The state of a job at one moment."""
-
-    phase: str
-    round: int
-    """Number of the current world; 0 before the first."""
-    size: int
-    """Size of the current world; 0 before the first."""
-    progress: int | None
-    """The most optimizer steps known to be applied."""
-    waiting_for: str
-    """The reason of the current wait, in words; empty if the job waits for nothing."""
-    ready: int = 0
-    """Workers that wait for a world or are members of one."""
-    succeeded: int = 0
-    """Workers whose function has returned."""
-    failed: int = 0
-    """Workers that were lost or removed since the job began."""
-    resets: int = 0
-    """Worlds that were built after the first."""
-
-
-class WorkerResults:
-    """The results of the finished workers, collected as their slots end."""
-
-    def __init__(self) -> None:
-        self.expected: tuple[WorkerId, ...] | None = None
-        """The workers whose results the job returns, in rank order; None while the job is not finished."""
-        self._by_worker: dict[WorkerId, bytes] = {}
-        self._due_in: dict[SlotId, WorkerId] = {}
-        """The slots that still have to deliver a result of the finished job."""
-        self._undelivered: dict[WorkerId, LossCause] = {}
-        """The cause of the end of each worker's slot that has not delivered its result."""
-
-    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
-        self.expected = workers
-        self._due_in = dict(slots)
-
-    def slot_ended(self, end: LaunchEnd) -> None:
-        """Keep the result that a slot delivered at its end or, if it was due and is missing, the cause of the end."""
-        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
-            self._by_worker[end.outcome.worker] = end.outcome.result
-        elif end.slot in self._due_in:
-            self._undelivered[self._due_in[end.slot]] = end.cause
-
-    def in_rank_order(self) -> list[bytes]:
-        """Return one pickled result per rank.
-
-        Raises:
-            ResultError: Results are missing, or one was larger than Spark accepts.
-        """
-        assert self.expected is not None
-        missing = [worker for worker in self.expected if worker not in self._by_worker]
-        if missing:
-            raise self._error(self.expected, missing)
-        return [self._by_worker[worker] for worker in self.expected]
-
-    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
-        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
-        if refused:
-            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
-        reasons = sorted(map(loss_in_words, causes))
-        if len(missing) == len(expected):
-            return ResultError(
-                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
-            )
-        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
-        return ResultError(
-            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
-            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
-        )
-
-
 class ElasticDriver:
     """Runs a job on the calling thread until it finishes, fails or is cancelled.
 
-    Args:
-        make_launcher: Makes the launcher, from the `on_ended` that it has to call.
-        listening: The bound socket for agents and workers.
-        observer: Receives the job's epochs and changes.
+    `make_launcher` makes the launcher from the `on_ended` that it has to call; `listening` is the bound socket for
+    agents and workers.
     """
 
     def __init__(
@@ -240,12 +162,12 @@ class ElasticDriver:
         return max(0, len(self._launched) - len(self._peers.agents))
 
     def status(self) -> JobStatus:
-        known, registry = self._machine.status(), self._machine.registry
+        registry, world = self._machine.registry, self._machine.world
         return JobStatus(
-            phase=(Phase.FAILED if self._has_failed else known.phase).value,
+            phase=(Phase.FAILED if self._has_failed else self._machine.phase).value,
             round=registry.round,
-            size=known.size,
-            progress=known.progress,
+            size=0 if world is None else world.size,
+            progress=self._machine.progress,
             waiting_for=self._announcer.waiting,
             ready=registry.ready,
             succeeded=registry.succeeded,
@@ -270,11 +192,7 @@ class ElasticDriver:
 
     def document(self, model: StatusModel) -> Document:
         """Return what the status page shows at this moment."""
-        status = self.status()
-        totals = Totals(
-            status.phase, status.round, status.ready, status.succeeded, status.failed, status.resets, status.progress
-        )
-        return model.document(totals, self.workers(), self.changes(), clock.monotonic(), clock.wall())
+        return model.document(self.status(), self.workers(), self.changes(), clock.monotonic(), clock.wall())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the job's thread. No effect before `run` and after its end."""
@@ -426,7 +344,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(_in_process_time(record, self._machine_clock.paused_s))
+                self._announcer.announce(record.shifted(self._machine_clock.paused_s))
             case _:
                 self._peers.send(command)
 
@@ -438,7 +356,7 @@ class ElasticDriver:
             self._announce_failure(error)
 
     def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.status().progress)
+        return SessionLostError(reason=why, progress=self._machine.progress)
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
@@ -463,8 +381,7 @@ class ElasticDriver:
 class Alarm:
     """A call at a time that may move. Moving it to a later time, as each heartbeat does, costs almost nothing.
 
-    Args:
-        ring: The function to call. It may be called too early, when the time was moved to a later one.
+    The function may be called too early, when the time was moved to a later one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
@@ -490,34 +407,22 @@ class Alarm:
         self._ring()
 
 
-def _in_process_time(record: Record, away_s: float) -> Record:
-    """Return a record of the machine with its times on this process's clock, which is `away_s` ahead."""
-    times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
-    return dataclasses.replace(record, **{name: at + away_s for name, at in times.items() if at is not None})
-
-
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
     """Call all functions, each in its own thread, and wait until all have returned. Errors are logged.
 
     Without an executor: at the interpreter's exit executors start no threads any more.
     """
-    loop = asyncio.get_running_loop()
-    closed = [loop.create_future() for _ in closings]
 
-    def close(number: int) -> None:
+    def close(closing: Callable[[], None]) -> None:
         try:
-            closings[number]()
+            closing()
         except Exception:
-            logger.exception("could not close %r", closings[number])
-        finally:
-            loop.call_soon_threadsafe(closed[number].set_result, None)
+            logger.exception("could not close %r", closing)
 
     threads = [
-        threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
-        for number in range(len(closings))
+        threading.Thread(target=close, args=(each,), name="spark_elastic-close", daemon=True) for each in closings
     ]
     for thread in threads:
         thread.start()
-    await asyncio.gather(*closed)
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        await asyncio.sleep(_LOOK_S)

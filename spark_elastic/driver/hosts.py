@@ -174,10 +174,9 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 class HostAddresses:
-    """Translates the host names of a discovery into the addresses that agents report.
+    """Translates the host names of a discovery into the addresses that agents report, with a function of the caller's.
 
-    Args:
-        address_of_host: Returns the address that the agents on a host report; the name itself if it is unknown.
+    The function returns the address that the agents on a host report; the name itself if it is unknown.
     """
 
     def __init__(self, address_of_host: Callable[[str], str] = address_of) -> None:
@@ -210,12 +209,7 @@ class HostAddresses:
 class HostManager:
     """Polls a discovery in its own thread, so that a slow script blocks nothing, and reports changed answers.
 
-    A discovery that fails is logged once; its last good answer remains valid.
-
-    Args:
-        discovery: The discovery. It is called for the first time at once.
-        address_of_host: See `HostAddresses`.
-        interval_s: Seconds between two calls.
+    A discovery that fails is logged once; its last good answer remains valid. It is called for the first time at once.
 
     Raises:
         DiscoveryScriptError: The first call failed.

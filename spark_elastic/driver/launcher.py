@@ -48,11 +48,7 @@ class Launcher(Protocol):
     """Starts one agent per slot. No call blocks on a cluster; the end of each launch is reported to an `OnEnded`."""
 
     def launch(self, slot: SlotId) -> None:
-        """Start the slot's agent.
-
-        Raises:
-            ValueError: The slot's previous launch is not over.
-        """
+        """Start the slot's agent. Raise ValueError if the slot's previous launch is not over."""
         ...
 
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:

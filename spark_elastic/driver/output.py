@@ -165,11 +165,8 @@ def last_state(line: str) -> str:
 class OutputPrinter:
     """Prints the workers' lines as `[rank]<stream>:line`, as Horovod does, above the progress bar.
 
-    Args:
-        stdout: File for the workers' standard output. Default: this process's own.
-        stderr: File for the workers' standard error and lines about the job. Default: this process's own.
-        progress: The model of the progress bar; None for no bar.
-        copy: Called with each line of a worker: process, stream, text.
+    Lines about the job go to stderr. Without files, both streams are this process's own; without a model of the
+    progress, there is no bar. `copy` is called with each line of a worker: process, stream, text.
     """
 
     def __init__(
@@ -214,13 +211,9 @@ class OutputPrinter:
                 self._copy(who, stream, line)
 
     def worker_lines(self, who: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
-        """Queue lines of a worker.
+        """Queue lines of a worker: `shown` (default: all) to be printed, and all of them to be written into the files.
 
-        Args:
-            who: Its rank, or "slot 3" before it has one.
-            stream: "stdout" or "stderr".
-            lines: The lines, all of which are written into the files.
-            shown: Those of them to print. Default: all.
+        `who` is its rank, or "slot 3" before it has one.
         """
         for text in lines if shown is None else shown:
             self.line(f"[{who}]<{stream}>:{last_state(text)}", stream)

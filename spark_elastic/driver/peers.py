@@ -22,6 +22,7 @@ from spark_elastic.driver.expected_lines import ExpectedLines
 from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.driver.results import LoopResults
 from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
@@ -36,7 +37,6 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
 """Seconds for which messages of a worker are still read after its process has ended."""
 
@@ -60,38 +60,9 @@ class JobObserver(Protocol):
         ...
 
 
-class LoopResults:
-    """The results of finished elastic loops, as rank 0 sent them, for newcomers that skip those loops."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[int, wire.LoopResult] = {}
-        self._behind: dict[WorkerId, int] = {}
-        """Newcomers that may still need results, with the loop that each of them is to join."""
-
-    def offered(self, result: wire.LoopResult) -> list[WorkerId]:
-        """Keep the result of a loop. Returns the newcomers to send it to."""
-        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
-        if total > MAX_LOOP_RESULTS_BYTES:
-            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
-            result = wire.LoopResult(result.loop, problem, b"")
-        self._by_loop[result.loop] = result
-        return [worker for worker, loop in self._behind.items() if result.loop < loop]
-
-    def for_newcomer(self, worker: WorkerId, loop: int) -> list[wire.LoopResult]:
-        """Return the results of the loops before `loop`, which the worker is to join."""
-        if loop > 1:
-            self._behind[worker] = loop
-        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
-
-    def joined(self, workers: Iterable[WorkerId]) -> None:
-        """Stop collecting results for workers that are members of a world now."""
-        for worker in workers:
-            self._behind.pop(worker, None)
-
-
 @dataclass(eq=False)
 class Peers:
-    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`."""
+    """The agents and workers that are connected to the driver."""
 
     spec: LaunchSpec
     settings: ElasticSettings
@@ -193,6 +164,7 @@ class Peers:
     # --- agents -----------------------------------------------------------------------------------------
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
+        """Handle a new agent. `address` is the agent's own address on this connection."""
         self._slot_of[agent] = hello.place.slot
         if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
@@ -262,7 +234,7 @@ class Peers:
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat(running):
-                self.server.acknowledge_agent(agent)
+                self.server.to_agent(agent, wire.Pong())
                 self.handle(seen.AgentAlive(agent, running))
             case wire.WorkerDying(worker, exit_code):
                 if self._agent_of.get(worker) == agent:
@@ -306,6 +278,7 @@ class Peers:
     # --- workers ----------------------------------------------------------------------------------------
 
     def worker_expected(self, worker: WorkerId) -> bool:
+        """Return True if this worker was started and is not gone. The server turns away all others."""
         return worker in self._agent_of
 
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
@@ -313,7 +286,7 @@ class Peers:
             case wire.WorkerHello():
                 self.handle(seen.WorkerAlive(worker))
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
-                self.server.acknowledge_worker(worker)
+                self.server.to_worker(worker, wire.Pong())
                 self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
             case wire.Ready(round, version, at_init, loop):
                 self.handle(seen.WorkerReady(worker, round, version, at_init, loop))

@@ -1,6 +1,6 @@
 """RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It runs
+It authenticates peers, identifies them by their first message, and passes further messages to its `Peers`. It runs
 on the driver's event loop; every method must be called there.
 """
 
@@ -11,9 +11,8 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from spark_elastic import clock
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
@@ -21,15 +20,13 @@ from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 
+if TYPE_CHECKING:
+    from spark_elastic.driver.peers import Peers
+
 MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
 HELLO_TIMEOUT_S = 60.0
 """Agents and workers send their hello as soon as they are authenticated."""
-
-_PONG_AFTER = 0.2
-"""The share of `silence_limit_s` after which a heartbeat is answered. An answer to each would double the cost of a job
-that merely trains. Peers are told to wait for longer by the time for which none may come."""
-_PONG = encode(wire.Pong())
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +71,7 @@ class RoundKeyValues:
     def set(self, round: int, key: str, value: bytes) -> None:
         """Store a value, and answer the requests that waited for it.
 
-        Raises:
-            ProtocolError: The round would store more than `MAX_ROUND_BYTES`. The value is not stored.
+        Raise ProtocolError, and store nothing, if the round would have more than `MAX_ROUND_BYTES` then.
         """
         if round != self._round:
             return  # a late message of a round that is over
@@ -130,45 +126,18 @@ class RoundKeyValues:
         self._bytes += size
 
 
-class Listener(Protocol):
-    """The receiver of the server's connections and messages: `peers.Peers`."""
-
-    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
-        """Handle a new agent. `address` is the agent's own address on this connection."""
-        ...
-
-    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
-
-    def agent_gone(self, agent: AgentId, why: str) -> None: ...
-
-    def worker_expected(self, worker: WorkerId) -> bool:
-        """Return True if this worker was started and is not gone. The server turns away all others."""
-        ...
-
-    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
-
-    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
-
-
 class RendezvousServer:
-    """Accepts agents and workers, and sends messages to them by their ids.
+    """Accepts agents and workers, which must prove to have the job's key, and sends messages to them by their ids.
 
-    Args:
-        key: The job's key, which peers must prove to have.
-        listener: Receives the peers' messages.
-        heartbeat_interval_s: Sent to peers in the welcome, like `stall_timeout_s`.
-        silence_limit_s: Seconds for which this side may stand still before peers take it for lost. They do so when they
-            were without a message for somewhat longer, because not every heartbeat is answered.
-        stall_timeout_s: The setting `stall_timeout`.
-        encrypt: Encrypt the channels; agents and workers need the same value.
-        max_unauthenticated: See `Admission`.
-        hello_timeout_s: Seconds after which an authenticated peer that has not said who it is is dropped.
+    The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
+    without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
+    `encrypt`. A peer that has authenticated, and not said who it is within `hello_timeout_s`, is dropped.
     """
 
     def __init__(
         self,
         key: bytes,
-        listener: Listener,
+        listener: Peers,
         *,
         heartbeat_interval_s: float,
         silence_limit_s: float,
@@ -182,10 +151,8 @@ class RendezvousServer:
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._hello_timeout_s = hello_timeout_s
-        self._pong_after_s = silence_limit_s * _PONG_AFTER
-        # the last message before this side stands still may be as old as a heartbeat that was just too early to be
-        # answered, and the next one was to come an interval later
-        told_limit_s = silence_limit_s + self._pong_after_s + heartbeat_interval_s
+        # the last answer before this side stands still may be an interval old
+        told_limit_s = silence_limit_s + heartbeat_interval_s
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
         self._serving = False
@@ -204,7 +171,7 @@ class RendezvousServer:
         self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection. `Listener` is not called."""
+        """Stop listening and close every connection. `Peers` is not called."""
         if not self._serving:
             return
         self._serving = False
@@ -220,28 +187,14 @@ class RendezvousServer:
     # --- to peers -----------------------------------------------------------------------------------
 
     def to_agent(self, agent: AgentId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the agent is gone, which `Listener.agent_gone` has reported."""
+        """Send a message. Does nothing if the agent is gone, which `Peers.agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
     def to_worker(self, worker: WorkerId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
+        """Send a message. Does nothing if the worker is gone, which `Peers.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
-
-    def acknowledge_agent(self, agent: AgentId) -> None:
-        """Answer a heartbeat if nothing else was sent to the agent for a while."""
-        if agent in self._agents:
-            self._acknowledge(self._agents[agent])
-
-    def acknowledge_worker(self, worker: WorkerId) -> None:
-        """Answer a heartbeat if nothing else was sent to the worker for a while."""
-        if worker in self._workers:
-            self._acknowledge(self._workers[worker])
-
-    def _acknowledge(self, stream: MessageStream) -> None:
-        if clock.monotonic() - stream.sent_at >= self._pong_after_s:
-            stream.send_encoded(_PONG)
 
     def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
         """Send a message to several workers; it is encoded once."""
@@ -256,12 +209,12 @@ class RendezvousServer:
         self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
+        """Close an agent's connection without a message to it. `Peers.agent_gone` is called."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Send a goodbye to a worker and close its connection. `Listener.worker_gone` is not called."""
+        """Send a goodbye to a worker and close its connection. `Peers.worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]

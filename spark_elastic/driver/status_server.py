@@ -1,19 +1,17 @@
 """The status page of a job: a small HTTP server on its own thread, with the page, its JSON and Prometheus's metrics.
 
 It answers GET and HEAD for whoever knows the token, and only reads: nothing about the job can be changed through it.
-One thread with an event loop serves all connections; their number, the size of a request and the time for it are
-limited, and each response closes its connection. At the end of the job, requests that wait for news get the final
+Each connection has a thread; their number, the size of a request and the time for it are limited, and each response
+closes its connection. At the end of the job, requests that wait for news get the final
 state, so that a page which is open says how the job ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import os
@@ -21,6 +19,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.reporting.job_status import Document
 from spark_elastic.reporting.prometheus import CONTENT_TYPE as METRICS_TYPE
 from spark_elastic.reporting.prometheus import metrics_text
+from spark_elastic.wire.interfaces import is_address
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,11 @@ LONGEST_WAIT_S = 30.0
 DOCUMENT_S = 0.25
 """Seconds for which a document is used again, so that many readers cost no more than a few."""
 CLOSE_S = 0.5
-"""Seconds that the connections have at the end of the job to take their responses."""
+"""Seconds that readers have at the end of the job to ask for the final state, and then to take it."""
 ASKS_AGAIN_S = 1.0
 """Seconds after an answer that had to wait for news within which its reader is expected to ask again."""
-_LOOK_S = 0.02
+_LOOK_S, _ACCEPT_S = 0.02, 0.5
+_READ_BYTES = 1 << 16  # of a request that is too long too: one with unread bytes would be reset
 PORTS_TRIED = 16
 
 _PAGE = Path(__file__).with_name("status_page.html")
@@ -124,11 +125,7 @@ class PageRequest:
 
     @classmethod
     def parse(cls, head: bytes) -> PageRequest:
-        """Parse the bytes up to the empty line after the headers.
-
-        Raises:
-            RefusedRequest: They are not an HTTP request.
-        """
+        """Parse the bytes up to the empty line after the headers. Raise RefusedRequest if they are no HTTP request."""
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         parts = first.split(" ")
         if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or not parts[1].startswith("/"):
@@ -154,7 +151,7 @@ class StatusServer:
         listening: The bound socket. The server closes it.
         host: The name or address of this machine in the page's URL.
         token: What a request has to show.
-        document: Returns the present state of the job. Called on the server's thread.
+        document: Returns the present state of the job. Called on one thread at a time.
     """
 
     def __init__(self, listening: socket.socket, host: str, token: str, document: Callable[[], Document]) -> None:
@@ -164,17 +161,18 @@ class StatusServer:
         self._document = document
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._cached: tuple[float, Document] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self._refused: list[asyncio.Event] = []
-        """Of each connection beyond the limit, the oldest first: set, it is answered without its request."""
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._refused: list[socket.socket] = []
+        """Those beyond the limit, the oldest first."""
         self._answered: deque[float] = deque()
         """When readers that wait for news were told that the job runs, and have not asked again."""
-        self._closing: asyncio.Event
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._up = threading.Event()
+        self._changed = threading.Condition()
+        """Guards the three above."""
+        self._document_lock = threading.Lock()
+        self._closing, self._closed = threading.Event(), threading.Event()
         at = f"[{host}]" if ":" in host else host
         self.address = f"http://{at}:{self._port}/"
-        self._thread = threading.Thread(target=self._run, name="spark_elastic-status", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="spark_elastic-status", daemon=True)
 
     @property
     def url(self) -> str:
@@ -183,128 +181,105 @@ class StatusServer:
 
     def start(self) -> None:
         self._thread.start()
-        self._up.wait(REQUEST_S)
 
     def close(self) -> None:
-        """Give the final state to the requests that wait for it, and end the thread and all connections."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed already
-                loop.call_soon_threadsafe(self._closing.set)
+        """Give the final state to the readers that wait for it, and end the threads and all connections."""
+        self._closing.set()
+        until = clock.monotonic() + CLOSE_S
+        while clock.monotonic() < until and self._answered and self._answered[-1] > clock.monotonic() - ASKS_AGAIN_S:
+            time.sleep(_LOOK_S)  # for readers that are between two requests
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection at once, on Linux
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S + REQUEST_S)
+            self._thread.join()
         self._listening.close()
         with _ours_lock:
             _OURS.discard(self._port)
-
-    # --- the server's thread --------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except Exception:  # the page is a convenience: without it the job still runs
-            logger.exception("the status page at %s has ended", self.address)
-        finally:
-            self._up.set()
-
-    async def _serve(self) -> None:
-        self._closing = asyncio.Event()
-        self._listening.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        accepting = self._loop.create_task(self._accept())
-        self._up.set()
-        try:
-            await self._closing.wait()
-            await self._let_readers_return()
-        finally:
-            accepting.cancel()
-            if self._connections:
-                _, late = await asyncio.wait(self._connections, timeout=CLOSE_S)
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*late, return_exceptions=True)
-
-    async def _let_readers_return(self) -> None:
-        """Keep listening for readers that are between two requests, or they would not learn how the job ended."""
         until = clock.monotonic() + CLOSE_S
-        while clock.monotonic() < until and self._answered and self._answered[-1] > clock.monotonic() - ASKS_AGAIN_S:
-            await asyncio.sleep(_LOOK_S)
+        for sock, thread in list(self._connections.items()):
+            thread.join(max(until - clock.monotonic(), 0))
+            _shut(sock, socket.SHUT_RDWR)
+            thread.join(REQUEST_S)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
+    # --- the server's threads -------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        self._listening.settimeout(_ACCEPT_S)
+        while not self._closed.is_set():
             try:
-                sock, _ = await loop.sock_accept(self._listening)
-            except OSError:  # the client is gone, or the process has no descriptor left
-                await asyncio.sleep(_LOOK_S)
+                sock, _ = self._listening.accept()
+                self._start_serving(sock)
+            except TimeoutError:
                 continue
-            displaced = asyncio.Event()
+            except (OSError, RuntimeError):  # the client is gone, or the process has no descriptor or thread left
+                self._closed.wait(_LOOK_S)
+
+    def _start_serving(self, sock: socket.socket) -> None:
+        with self._changed:
             full = len(self._connections) - len(self._refused) >= MAX_CONNECTIONS
+            thread = threading.Thread(target=self._serve, args=(sock,), name="spark_elastic-status-page", daemon=True)
+            thread.start()
+            self._connections[sock] = thread
             if full:
-                self._refused.append(displaced)
+                self._refused.append(sock)
                 if len(self._refused) > MAX_REFUSALS:
-                    self._refused[0].set()
-            self._connections.add(loop.create_task(self._connected(sock, displaced if full else None)))
-            while len(self._connections) > MAX_CONNECTIONS + MAX_REFUSALS:
-                await asyncio.wait(self._connections, return_when=asyncio.FIRST_COMPLETED)
+                    _shut(self._refused[0], socket.SHUT_RD)  # it is answered without its request
+            while len(self._connections) > MAX_CONNECTIONS + MAX_REFUSALS and not self._closed.is_set():
+                self._changed.wait(_LOOK_S)
 
-    async def _connected(self, sock: socket.socket, displaced: asyncio.Event | None) -> None:
-        """Serve a connection; refuse it if an event is given, at the latest when that is set."""
-        task = asyncio.current_task()
-        assert task is not None
-        writer: asyncio.StreamWriter | None = None
+    def _serve(self, sock: socket.socket) -> None:
         try:
-            reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_REQUEST_BYTES)
-            await self._converse(reader, writer, displaced)
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            pass  # the client is gone, or too slow
-        except asyncio.CancelledError:
-            pass  # the job is over
+            self._converse(sock)
+        except OSError:
+            pass  # the client is gone, or too slow to take its response
         finally:
-            self._connections.discard(task)
-            if displaced is not None:
-                self._refused.remove(displaced)
-            if writer is None:
-                sock.close()
-            else:
-                writer.transport.abort()  # no effect if it is closed; a slow client loses its response
+            sock.close()
+            with self._changed:
+                del self._connections[sock]
+                if sock in self._refused:
+                    self._refused.remove(sock)
+                self._changed.notify_all()
 
-    async def _converse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, displaced: asyncio.Event | None
-    ) -> None:
+    def _converse(self, sock: socket.socket) -> None:
         with_body = True
         try:
-            if displaced is not None:
-                # a connection that is closed with a request unread is reset, and its client never sees the answer
-                either = [asyncio.ensure_future(each) for each in (reader.readuntil(b"\r\n\r\n"), displaced.wait())]
-                await asyncio.wait(either, timeout=REQUEST_S, return_when=asyncio.FIRST_COMPLETED)
-                for each in either:
-                    each.cancel()
-                await asyncio.gather(*either, return_exceptions=True)
-                raise RefusedRequest(503, f"{MAX_CONNECTIONS} connections are open; try again later", Retry_After="2")
-            request = await self._read(reader)
+            request = self._read(sock)
             with_body = request.method != "HEAD"
-            response = await self._answer(request)
+            response = self._answer(request)
         except RefusedRequest as error:
             response = error.response
-        except (OSError, asyncio.IncompleteReadError):
+        except OSError:
             raise
         except Exception:
             logger.exception("the status page could not answer")
             response = PageResponse(500, b"internal error; the driver's log has the reason\n")
-        writer.write(response.encode(with_body=with_body))
-        writer.close()
-        await asyncio.wait_for(writer.wait_closed(), REQUEST_S)
+        sock.settimeout(REQUEST_S)
+        sock.sendall(response.encode(with_body=with_body))
 
-    async def _read(self, reader: asyncio.StreamReader) -> PageRequest:
-        try:
-            return PageRequest.parse(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S))
-        except asyncio.LimitOverrunError:
-            raise RefusedRequest(431, f"a request has at most {MAX_REQUEST_BYTES} bytes") from None
-        except asyncio.TimeoutError:
-            raise RefusedRequest(408, f"the request did not arrive within {REQUEST_S:.0f} s") from None
+    def _read(self, sock: socket.socket) -> PageRequest:
+        """Read a request. One beyond the limit is read too: a reset would keep its refusal from the client."""
+        received, part, late, until = b"", b"-", False, clock.monotonic() + REQUEST_S
+        while part and b"\r\n\r\n" not in received and len(received) <= MAX_REQUEST_BYTES:
+            sock.settimeout(max(until - clock.monotonic(), 0.001))
+            try:
+                part = sock.recv(_READ_BYTES)
+            except TimeoutError:
+                part, late = b"", True
+            received += part
+        with self._changed:
+            if sock in self._refused:
+                raise RefusedRequest(503, f"{MAX_CONNECTIONS} connections are open; try again later", Retry_After="2")
+        head, end, _ = received.partition(b"\r\n\r\n")
+        if len(received) > MAX_REQUEST_BYTES:
+            raise RefusedRequest(431, f"a request has at most {MAX_REQUEST_BYTES} bytes")
+        if late:
+            raise RefusedRequest(408, f"the request did not arrive within {REQUEST_S:.0f} s")
+        if not end:
+            raise ConnectionAbortedError
+        return PageRequest.parse(head)
 
-    async def _answer(self, request: PageRequest) -> PageResponse:
+    def _answer(self, request: PageRequest) -> PageResponse:
         if request.method not in ("GET", "HEAD"):
             raise RefusedRequest(405, "only GET and HEAD are answered", Allow="GET, HEAD")
         self._check_host(request)
@@ -313,10 +288,11 @@ class StatusServer:
             case "/":
                 return page()
             case "/status.json":
-                waits = await self._wait(request)
+                waits = self._wait(request)
                 document = self._present()
                 if waits and document["ended"] is None:
-                    self._answered.append(clock.monotonic())
+                    with self._changed:
+                        self._answered.append(clock.monotonic())
                 body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
                 return PageResponse(200, body, "application/json")
             case "/metrics":
@@ -327,7 +303,7 @@ class StatusServer:
         """Refuse requests for a foreign name: a web page whose name was rebound to this address sends such ones."""
         given = request.headers.get("host", "").lower()
         name = given.rpartition(":")[0] if re.search(r":\d*$", given) else given
-        if name not in self._names and not _is_address(name.strip("[]")):
+        if name not in self._names and not is_address(name.strip("[]")):
             shown = re.sub(r"[^\w.:-]", "?", given)[:100]
             raise RefusedRequest(421, f"this is not {shown or 'what was asked for'}; use the address that was printed")
 
@@ -338,31 +314,32 @@ class StatusServer:
             why = "the token is missing or wrong: add ?token=... as in the line that the driver program printed"
             raise RefusedRequest(401, f"{why}, or an Authorization: Bearer header", WWW_Authenticate="Bearer")
 
-    async def _wait(self, request: PageRequest) -> bool:
-        """Hold a request for news until its `wait` seconds have passed, or the job is over.
-
-        Returns:
-            Whether it is such a request.
-        """
+    def _wait(self, request: PageRequest) -> bool:
+        """Hold a request for news until its `wait` seconds have passed, or the job is over; False: it is none."""
         try:
             seconds = min(float(request.query.get("wait", "0")), LONGEST_WAIT_S)
         except ValueError:
             raise RefusedRequest(400, "wait is a number of seconds") from None
         if not seconds > 0:
             return False
-        while self._answered and self._answered[0] < clock.monotonic() - ASKS_AGAIN_S:
-            self._answered.popleft()  # its reader has gone
-        if self._answered:
-            self._answered.popleft()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
+        with self._changed:
+            while self._answered and self._answered[0] < clock.monotonic() - ASKS_AGAIN_S:
+                self._answered.popleft()  # its reader has gone
+            if self._answered:
+                self._answered.popleft()
+        self._closing.wait(seconds)
         return True
 
     def _present(self) -> Document:
-        now = clock.monotonic()
-        if self._cached is None or self._closing.is_set() or now - self._cached[0] > DOCUMENT_S:
-            self._cached = (now, self._document())
-        return self._cached[1]
+        with self._document_lock:
+            if self._cached is None or self._closing.is_set() or clock.monotonic() - self._cached[0] > DOCUMENT_S:
+                self._cached = (clock.monotonic(), self._document())
+            return self._cached[1]
+
+
+def _shut(sock: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):  # its thread has closed it
+        sock.shutdown(how)
 
 
 def listen_for_pages(host: str, port: int) -> socket.socket:
@@ -430,11 +407,3 @@ def page() -> PageResponse:
 def _hashes(tag: str, text: str) -> Iterator[str]:
     for inline in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
         yield f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

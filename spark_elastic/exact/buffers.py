@@ -88,11 +88,7 @@ class ShardBuffers:
         self.begin_shard()
 
     def combine(self, rows: torch.Tensor, present: Sequence[int]) -> None:
-        """Set the buffers to what all shards have left.
-
-        Args:
-            rows: The vectors of all shards.
-            present: The shards that have rows, in order.
+        """Set the buffers to what all shards have left: `rows` are their vectors, `present` the shards that have rows.
 
         Raises:
             UsageError: Shards have left different values in a buffer that cannot be combined.

@@ -17,12 +17,7 @@ Environment = dict[str, str]
 
 
 class EnvironmentCheck:
-    """Warns, once for each difference, where the bits of a result may differ because environments do.
-
-    Args:
-        environment: What the bits depend on besides the program and its data, in this process.
-        log: The logger of the warnings.
-    """
+    """Warns, once for each difference, where the bits of a result may differ because environments do."""
 
     def __init__(self, environment: Environment, log: logging.Logger) -> None:
         self.environment = environment

@@ -93,11 +93,8 @@ def check_generators(generators: Iterable[Any]) -> None:
 class _Kind(NamedTuple):
     """How generators of one type are seeded, and how their states are read and set.
 
-    Attributes:
-        type: the class of the generators.
-        seed: sets the state that follows from a seed of 64 bits.
-        read: returns the state as bytes and numbers alone, which checkpoints of any kind can hold.
-        write: sets a state that `read` has returned, in whatever process.
+    `seed` sets the state that follows from a seed of 64 bits. `read` returns the state as bytes and numbers alone,
+    which checkpoints of any kind can hold, and `write` sets it, in whatever process.
     """
 
     type: type

@@ -128,17 +128,11 @@ class VirtualWorkers:
     def compute(
         self, bounds: Sequence[tuple[int, int]], key: tuple[int, ...], numbers: torch.Tensor, vote: float = 0.0
     ) -> Generator[VirtualShard, None, float]:
-        """Return this worker's shards as `shards` does, with any bounds.
+        """Return this worker's shards as `shards` does, with any bounds, at the place `key` of the training.
 
-        Args:
-            bounds: Where each of this worker's shards begins and ends.
-            key: The place of the step in the training.
-            numbers: A matrix of float64, a row for each shard: those of this worker's shards are filled by the caller,
-                and all of them afterwards.
-            vote: A whole number, for example of workers that want to stop.
-
-        Returns:
-            The sum of all workers' `vote`.
+        `numbers` is a matrix of float64 with a row for each shard: the caller fills those of this worker's shards, and
+        finds all of them filled afterwards. Returns the sum of all workers' `vote`, a whole number, as of workers that
+        want to stop.
         """
         self._reduced = False
         self._use_threads()

@@ -80,11 +80,7 @@ def tree_sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 class PartialSums:
-    """The sums of one member's shards over their largest subtrees.
-
-    Args:
-        nodes: The member's nodes, as `partials_of` returns them.
-    """
+    """The sums of one member's shards over their largest subtrees, which are its nodes of `partials_of`."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._merges: list[int] = []
@@ -95,12 +91,7 @@ class PartialSums:
         self._sums: list[_Sum] = []
 
     def add(self, tensors: list[torch.Tensor] | None, *, given: bool = True) -> None:
-        """Add the tensors of the next shard.
-
-        Args:
-            tensors: the tensors; None: the shard is empty.
-            given: they may be changed from now on; otherwise they are only read.
-        """
+        """Add the next shard's tensors; None: it is empty. `given`: they may be changed, else they are only read."""
         self._sums.append(_Sum(tensors, given))
         for _ in range(self._merges[self._added]):
             right, left = self._sums.pop(), self._sums.pop()

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import pickle
-import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,15 +102,11 @@ class LocalBackend:
 
 
 class SparkBackend:
-    """Runs workers in the task slots of a SparkContext.
-
-    Args:
-        context: The SparkContext that `preflight.check_spark` found.
-    """
+    """Runs workers in the task slots of the SparkContext that `preflight.check_spark` found."""
 
     def __init__(self, context: SparkContext) -> None:
         self._context = context
-        self.is_local = re.fullmatch(r"local(\[.*\])?", self._context.master) is not None
+        self.is_local = spark_connect.is_local_master(self._context.master)
         """True if all workers run on the driver's machine."""
 
         from spark_elastic.driver.spark.discovery import SparkHostDiscovery
@@ -171,9 +166,8 @@ class SparkBackend:
     def prepare_workers(self, spec: LaunchSpec, most: int | None) -> None:
         """Have executors import what workers need, in a Spark job of its own, which takes some 0.1 s of their slots.
 
-        Args:
-            spec: As of a job, without its key, function and addresses.
-            most: The number of slots that a job can use; None: all.
+        The order is that of a job without its key, function and addresses; `most` the number of slots that a job can
+        use.
         """
         from spark_elastic.driver.spark.cluster import BackgroundJob
         from spark_elastic.task.spark_agent import prepare_workers
@@ -200,11 +194,7 @@ class SparkBackend:
         return bar_hidden(self._context) if verbose else contextlib.nullcontext()
 
     def load(self, pending: int) -> str:
-        """Return how busy the cluster is, in words, to be shown with a wait; empty if all tasks have started.
-
-        Args:
-            pending: The job's tasks that have not started.
-        """
+        """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
         if not pending:
             return ""
         try:
@@ -245,10 +235,7 @@ class SparkBackend:
 class ConnectBackend:
     """Runs workers in the task slots behind a Spark Connect server. Has the methods of `SparkBackend`.
 
-    Args:
-        session: The Connect session that `preflight.check_spark` found.
-        driver_host: The setting.
-        ship_package: The setting.
+    `driver_host` and `ship_package` are the settings.
     """
 
     def __init__(self, session: Any, driver_host: str | None = None, ship_package: bool = False) -> None:

@@ -124,12 +124,9 @@ def check_driver_callbacks(callbacks: Sequence[DriverCallback]) -> None:
 
 
 class CallbackSession:
-    """Calls the driver's callbacks during one fit: a `driver.peers.JobObserver`.
+    """Calls the driver's callbacks during one fit, in their order: a `driver.peers.JobObserver`.
 
     The job's thread hands events in; the thread that called `fit` takes them out, in order, and calls the callbacks.
-
-    Args:
-        callbacks: The callbacks, which are called in this order.
     """
 
     def __init__(self, callbacks: DriverCallback | Sequence[DriverCallback]) -> None:
@@ -164,10 +161,8 @@ class CallbackSession:
     def epoch_ended(self, row: Row, answer: Callable[[str], None] | None) -> None:
         """Take the row of an epoch that a worker reports.
 
-        Args:
-            row: The row of the history.
-            answer: A function to call, on any thread, with the reason to stop, or "" to continue; None: the worker
-                does not wait.
+        `answer` is to be called, on any thread, with the reason to stop, or "" to continue; None: the worker does not
+        wait.
         """
         epoch = int(row["epoch"])
         answers = [answer] if answer is not None else []
@@ -216,7 +211,16 @@ class CallbackSession:
         """Call `on_fit_end` of all callbacks that have begun. Raises the first error of these if `error` is None."""
         if error is not None:
             self._result = replace(self._result, error=error, model=None, history=self.history)
-        self._end(error)
+        first: BaseException | None = None
+        for each in self._started:
+            try:
+                each.on_fit_end(self._result)
+            except BaseException as problem:
+                if error is not None or first is not None:
+                    log.exception("on_fit_end of %s failed", type(each).__name__)
+                first = first or problem
+        if error is None and first is not None:
+            raise first
 
     def succeeded(self, result: DriverResult) -> None:
         """Set the result for `on_fit_end`."""
@@ -275,26 +279,12 @@ class CallbackSession:
             "continue the training, True or the reason as a str to stop it"
         )
 
-    def _end(self, error: BaseException | None) -> None:
-        """Call `on_fit_end` of all callbacks. Raises the first error of these, unless the fit itself has failed."""
-        first: BaseException | None = None
-        for each in self._started:
-            try:
-                each.on_fit_end(self._result)
-            except BaseException as problem:
-                if error is not None or first is not None:
-                    log.exception("on_fit_end of %s failed", type(each).__name__)
-                first = first or problem
-        if error is None and first is not None:
-            raise first
-
 
 class _Fit:
     """The block of `CallbackSession.fit`. No generator, from which a StopIteration of a callback would not come out."""
 
     def __init__(self, session: CallbackSession, run: DriverRun) -> None:
-        self._session = session
-        self._run = run
+        self._session, self._run = session, run
 
     def __enter__(self) -> None:
         try:

@@ -12,11 +12,12 @@ from typing import Any
 import cloudpickle
 
 from spark_elastic import clock
-from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
+from spark_elastic.driver.elastic_driver import ElasticDriver
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.timeline import Record
 from spark_elastic.reporting.event_log import MembershipChange, event_rows
 from spark_elastic.reporting.history import draw_job
+from spark_elastic.reporting.job_status import JobStatus
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
 EXIT_TIMEOUT_S = 5.0

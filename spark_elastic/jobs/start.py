@@ -43,11 +43,7 @@ _job_numbers = itertools.count(1)
 
 @default_child_signal()
 def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
-    """Start a job, and return its handle.
-
-    Args:
-        call: The arguments of `run`.
-        observer: Told of the job's epochs and changes, and of its end.
+    """Start a job, and return its handle; the observer is told of the job's epochs and changes, and of its end.
 
     Raises:
         UsageError: The call has to be changed; nothing was started.
@@ -172,8 +168,7 @@ def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
 def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
     """Limit the workers to the slots that there can ever be (`most`), if those are enough for the minimum.
 
-    Returns:
-        The settings, and a line that says that fewer workers than num_proc start; empty if as many start.
+    With a line that says that fewer workers than num_proc start; empty if as many start.
     """
     if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
         return settings, ""

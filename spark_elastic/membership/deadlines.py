@@ -1,11 +1,10 @@
 """Time as the membership machine sees it: pauses of the driver, timers, and the detection of silent processes.
 
-Nothing here reads a clock; times come in as arguments. The cost is small even for a thousand workers.
+Nothing here reads a clock; times come in as arguments.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -19,10 +18,7 @@ class MachineClock:
     """Turns readings of the clocks into the membership machine's time, which stops while the driver is paused.
 
     A suspended computer, a debugger or a call that holds the GIL pauses the driver. It receives no message then, so no
-    deadline may expire.
-
-    Args:
-        read_every_s: how often the clocks are read normally. A gap of more than twice that is a pause.
+    deadline may expire. A gap of more than twice `read_every_s`, the usual time between readings, is a pause.
     """
 
     def __init__(self, read_every_s: float) -> None:
@@ -65,23 +61,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """One deadline per key, in a heap: O(log n) to set, O(1) to cancel. Replaced ones are dropped when they are due."""
+    """One deadline per key."""
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
-        self._heap: list[tuple[float, int, Key]] = []
-        self._count = 0  # breaks ties, so that keys need no order
 
     def set(self, key: Key, due: float) -> None:
         """Set the key's deadline, in place of the one it has."""
-        if self._due.get(key) == due:
-            return
         self._due[key] = due
-        self._count += 1
-        heapq.heappush(self._heap, (due, self._count, key))
-        if len(self._heap) > 64 + 4 * len(self._due):
-            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
-            heapq.heapify(self._heap)
 
     def cancel(self, key: Key) -> None:
         """Remove the key's deadline, if it has one."""
@@ -93,16 +80,13 @@ class Timers(Generic[Key]):
 
     def next(self) -> float | None:
         """Return the earliest deadline; None: there is none."""
-        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        return min(self._due.values(), default=None)
 
     def pop(self, now: float) -> Key | None:
         """Remove and return one key that is due, earliest first; None: none is due."""
-        due = self.next()
-        if due is None or due > now:
+        key = min(self._due, key=self._due.__getitem__, default=None)
+        if key is None or self._due[key] > now:
             return None
-        key = heapq.heappop(self._heap)[2]
         del self._due[key]
         return key
 

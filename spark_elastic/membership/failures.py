@@ -7,7 +7,6 @@ after any pause.
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -43,12 +42,10 @@ class _History:
 class Cooldown:
     """Counts failures of slots, executors and hosts, and makes each wait for an exponentially growing pause.
 
-    The count of a place starts again at zero once it had no failure for as long as the longest pause, counted from the
-    end of its last pause. Failures of one executor or host within the shortest pause of one another count as one: a
-    dead executor takes all its workers with it.
-
-    Args:
-        range_s: shortest and longest pause in seconds; None: never a pause.
+    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count of a place starts again at
+    zero once it had no failure for as long as the longest pause, counted from the end of its last pause. Failures of
+    one executor or host within the shortest pause of one another count as one: a dead executor takes all its workers
+    with it.
     """
 
     def __init__(self, range_s: tuple[float, float] | None) -> None:
@@ -155,7 +152,7 @@ REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
 EXITS_OF_OURS = frozenset({75, 76, 79})
-"""Codes with which a worker ends itself because others are gone, see `task.main` and `task.driver_client`."""
+"""Codes with which a worker ends itself because others are gone, see `task.main`."""
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
 """Signals that other processes send, a preemption for example; a crash raises a different one."""
@@ -179,8 +176,6 @@ class CrashLoopDetector:
     _version: StateVersion = BEGINNING  # the most advanced version that any worker reported
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
-    _deaths_by_agent: dict[AgentId, list[WorkerId]] = field(default_factory=dict)
-    _deaths_by_round: Counter[int] = field(default_factory=Counter)
     #: The newest exits that agents reported, oldest first.
     _exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
     _rounds_that_trained: set[int] = field(default_factory=set)
@@ -201,16 +196,10 @@ class CrashLoopDetector:
         """Record that a member's process died while its agent was connected."""
         if self.limit is not None and member.id not in self._deaths:
             self._deaths[member.id] = (member, now)
-            self._deaths_by_agent.setdefault(member.agent.id, []).append(member.id)
-            self._deaths_by_round[member.round] += 1
 
     def forget_agent(self, agent: AgentId) -> None:
         """Drop the deaths under a lost agent, because not only the processes were lost."""
-        for worker in self._deaths_by_agent.pop(agent, ()):
-            member, _ = self._deaths.pop(worker)
-            self._deaths_by_round[member.round] -= 1
-            if not self._deaths_by_round[member.round]:
-                del self._deaths_by_round[member.round]
+        self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent.id != agent}
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""
@@ -248,8 +237,6 @@ class CrashLoopDetector:
     def reset(self) -> None:
         """Forget the deaths so far, because a step was applied or their cause was dealt with."""
         self._deaths.clear()
-        self._deaths_by_agent.clear()
-        self._deaths_by_round.clear()
 
     def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
         crashes = self.crashes(now)
@@ -258,13 +245,13 @@ class CrashLoopDetector:
             step=furthest.steps if after_loop else furthest.steps + 1,
             after_loop=after_loop,
             worlds=_worlds(member for member, _ in crashes),
-            crashes=[(member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes],
+            crashes=tuple((member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes),
             memory=next((exit.memory for _, exit in reversed(crashes) if exit.memory), ""),
             stderr_tail=next((exit.stderr_tail for _, exit in reversed(crashes) if exit.stderr_tail), ""),
         )
 
     def _worlds_with_deaths(self) -> int:
-        return len(self._deaths_by_round)
+        return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
         returned = member.run_again_in == member.round  # and was to run again: the process may have ended as it should

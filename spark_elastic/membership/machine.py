@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
@@ -30,16 +29,6 @@ from spark_elastic.settings import ElasticSettings
 _EXITS_REMEMBERED = 100
 _LONGEST_RETRANSMISSION_S = 120.0
 """Data sent to a suspended machine is sent again after growing pauses, of this at most (Linux, TCP_RTO_MAX)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipStatus:
-    """The phase, world and progress of a job at one moment."""
-
-    phase: Phase
-    round: int  # the newest world's number; 0: none yet
-    size: int  # the newest world's size; 0: none yet
-    progress: int  # the most optimizer steps that any worker has reported
 
 
 class Membership:
@@ -89,9 +78,10 @@ class Membership:
         """The newest world, also while it is being replaced; None before the first."""
         return self._worlds.world
 
-    def status(self) -> MembershipStatus:
-        size = 0 if self.world is None else self.world.size
-        return MembershipStatus(self.phase, self.registry.round, size, self._worlds.furthest.steps)
+    @property
+    def progress(self) -> int:
+        """The most optimizer steps that any worker has reported."""
+        return self._worlds.furthest.steps
 
     def next_deadline(self) -> float | None:
         """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""

@@ -70,11 +70,7 @@ class Table(Generic[State]):
     transitions: dict[tuple[State, State], str]  # the reason for each transition, by (from, to)
 
     def check(self, before: State, after: State) -> None:
-        """Check that the table has a transition.
-
-        Raises:
-            RuntimeError: if it has not, which is a bug in the membership machine.
-        """
+        """Raise RuntimeError if the table has no such transition, which is a bug in the membership machine."""
         if (before, after) not in self.transitions:
             known = ", ".join(state.name for state in self.leaving(before)) or "no other state"
             raise RuntimeError(f"{self.name}: no transition from {before.name} to {after.name}, only to {known}")

@@ -194,9 +194,5 @@ class World:
         return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member:
-        """Return the worker as a member, with its position.
-
-        Raises:
-            KeyError: if the worker is not in this world.
-        """
+        """Return the worker as a member, with its position. Raise KeyError if it is not in this world."""
         return self._by_worker[worker]

@@ -435,7 +435,7 @@ class ElasticEstimator(
                 loss=diverged.loss,
                 step=diverged.step + 1,
                 epoch=diverged.epoch,
-                ranks=[rank for rank, result in enumerate(results) if result is not None and result.caused_divergence],
+                ranks=tuple(rank for rank, each in enumerate(results) if each is not None and each.caused_divergence),
                 size=len(results),
                 checkpoints="" if self._given("checkpoint_dir") is None else run.url,
             )

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.spark_connect import is_connect
-from spark_elastic.data.store import Store, ensure_shared
+from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.datasets import SharedDatasets

@@ -26,17 +26,10 @@ PAUSE_S = 1.0  # the length from which a pause is announced before it is over
 
 
 class Announcer:
-    """Collects the records of a job on the driver's thread, and prints a line for each change.
+    """Collects the records of a job on the driver's thread, and prints a line for each change with `say`.
 
-    Other threads may read the properties.
-
-    Args:
-        job: the job's name.
-        say: prints one line.
-        verbose: 0: no lines; 1: one for each change; 2: also each record, and what is waited for, at once.
-        progress: the model of the progress bar, if there is one.
-        status: the model of the status page, if there is one.
-        on_change: called once with each change that is not a wait, when its line is due.
+    Other threads may read the properties. verbose=0: no lines; 1: one for each change; 2: also each record, and what is
+    waited for, at once. `on_change` is called once with each change that is not a wait, when its line is due.
     """
 
     def __init__(
@@ -129,8 +122,7 @@ class Announcer:
     def print_changes(self, now: float, last: bool = False) -> float | None:
         """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
 
-        Returns:
-            When to call again; None: no need to.
+        Returns when to call again; None: no need to.
         """
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:

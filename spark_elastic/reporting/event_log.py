@@ -5,9 +5,7 @@ It is made from the events and commands of the membership machine, and decides n
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,61 +140,16 @@ class _Departure:
         return _Name("a starting worker", where=where) if rank is None else _Name("rank", str(rank), where)
 
 
-class _Departures:
-    """The workers that are gone in one change. What is said of them costs the same for two and for a thousand."""
-
-    def __init__(self) -> None:
-        self._all: list[_Departure] = []
-        self._names: Counter[_Name] = Counter()
-        self._reasons: Counter[str] = Counter()
-        self._symptoms = 0
-
-    def add(self, departure: _Departure) -> None:
-        self._all.append(departure)
-        self._count(departure, 1)
-
-    def explain(self, departure: _Departure, cause: LossCause, whole: bool) -> None:
-        """Store the cause of one that was noticed before. `whole`: its agent or executor is gone too."""
-        self._count(departure, -1)
-        departure.whole = departure.whole or whole
-        if departure.cause.is_symptom and not cause.is_symptom:
-            departure.cause = cause
-        self._count(departure, 1)
-
-    def _count(self, departure: _Departure, change: int) -> None:
-        self._symptoms += change * departure.cause.is_symptom
-        _add(self._names, departure.name, change)
-        _add(self._reasons, root_loss_in_words(departure.cause), change)
-
-    @property
-    def unexplained(self) -> bool:
-        """True if all that is known of some is how they were noticed."""
-        return self._symptoms > 0
-
-    @property
-    def reason(self) -> str:
-        if len(self._all) > MOST_NAMED:
-            return "; ".join(itertools.islice(self._reasons, MOST_NAMED))
-        return "; ".join(dict.fromkeys(root_loss_in_words(departure.cause) for departure in self._all))
-
-    @property
-    def who(self) -> str:
-        """Who left: several names of one kind as "executors 3, 5", others one by one."""
-        names = list(dict.fromkeys(departure.name for departure in self._all[:MOST_NAMED]))
-        more = len(self._names) - len(names) if len(self._all) > MOST_NAMED else 0
-        others = f" and {more} more" if more > 0 else ""
-        kinds = {(name.noun, name.where) for name in names}
-        if len(names) == 1 or len(kinds) > 1 or not names[0].number:
-            return ", ".join(map(str, names)) + others
-        numbers = ", ".join(sorted(name.number for name in names))
-        return str(_Name(f"{names[0].noun}s", numbers + others, names[0].where))
-
-
-def _add(counts: Counter[Any], key: Any, change: int) -> None:
-    """Change a count, and keep no zeros."""
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
+def _who(departures: Sequence[_Departure]) -> str:
+    """Describe who left: several names of one kind as "executors 3, 5", others one by one."""
+    every = list(dict.fromkeys(departure.name for departure in departures))
+    names = every[:MOST_NAMED]
+    others = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    kinds = {(name.noun, name.where) for name in names}
+    if len(names) == 1 or len(kinds) > 1 or not names[0].number:
+        return ", ".join(map(str, names)) + others
+    numbers = ", ".join(sorted(name.number for name in names))
+    return str(_Name(f"{names[0].noun}s", numbers + others, names[0].where))
 
 
 class EventLog:
@@ -208,12 +161,7 @@ class EventLog:
         self._next: World | None = None
         self._gone: set[WorkerId] = set()  # the present world's members that are gone
         self._open: list[int] = []  # indices of the changes that end with the next world
-        self._departures: dict[int, _Departures] = {}  # by the index of their change
-        #: The departures that may still be explained, the oldest first, with the index of their change.
-        self._recent: deque[tuple[float, int, _Departure]] = deque()
-        self._of_worker: dict[WorkerId, tuple[int, _Departure]] = {}  # of these, the departure of a worker
-        self._in_slot: defaultdict[SlotId, dict[WorkerId, None]] = defaultdict(dict)
-        self._on_executor: defaultdict[str, dict[WorkerId, None]] = defaultdict(dict)
+        self._departures: dict[int, list[_Departure]] = {}  # that may still be explained, by the index of their change
         self._broken: timeline.WorldBroken | None = None
         self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
@@ -244,17 +192,20 @@ class EventLog:
                 if self._first is not None and version.is_steps_after(self._first[1]):
                     self._resumed(now - self._first[0])
             case seen.WorkerLost(worker, cause):
-                self._explain([worker], cause, False, now)
+                self._explain(lambda gone: gone.record.worker == worker, cause, False, now)
             case seen.SlotEnded(slot, cause):  # a local agent's exit, or Spark's report about the task
-                self._explain(self._in_slot.get(slot, ()), cause, True, now, whole_ones=True)
+                self._explain(lambda gone: gone.whole and gone.record.place.slot == slot, cause, True, now)
             case seen.ExecutorLost(executor, cause):
-                self._explain(self._on_executor.get(executor, ()), cause, True, now)
+                self._explain(lambda gone: gone.record.place.executor == executor, cause, True, now)
         for command in commands:
             match command:
                 case PublishWorld(world):
                     self._next = world
                 case WithdrawSlot(slot, cause):  # its agent is lost too, after the worker was lost
-                    self._explain(self._in_slot.get(slot, ()), cause, True, now, symptoms=True)
+                    self._explain_withdrawal(slot, cause, now)
+
+    def _explain_withdrawal(self, slot: SlotId, cause: LossCause, now: float) -> None:
+        self._explain(lambda gone: gone.cause.is_symptom and gone.record.place.slot == slot, cause, True, now)
 
     def note(self, record: timeline.Record) -> None:
         """Update the log with a record of the timeline."""
@@ -314,68 +265,37 @@ class EventLog:
         if member and self._open:
             last = self._open[-1]
             if (self._changes[last].kind, self._changes[last].reason) == (kind, reason):
-                self._departed(last, departure)
-                self._update(last, after=self.size, who=self._departures[last].who)
+                self._departures[last].append(departure)
+                self._update(last, after=self.size, who=_who(self._departures[last]))
                 return
         unexplained = record.cause.is_symptom
         index = self._add(
             record.at, kind, str(departure.name), reason, before=before, open=member, unexplained=unexplained
         )
-        self._departures[index] = _Departures()
-        self._departed(index, departure)
+        self._departures[index] = [departure]
         if member:
             self._open.append(index)
 
-    def _departed(self, index: int, departure: _Departure) -> None:
-        record = departure.record
-        self._departures[index].add(departure)
-        self._recent.append((self._changes[index].at, index, departure))
-        self._of_worker[record.worker] = index, departure
-        self._in_slot[record.place.slot][record.worker] = None
-        self._on_executor[record.place.executor][record.worker] = None
-
-    def _explain(
-        self,
-        workers: Iterable[WorkerId],
-        cause: LossCause,
-        whole: bool,
-        now: float,
-        *,
-        whole_ones: bool = False,
-        symptoms: bool = False,
-    ) -> None:
-        """Store the cause of departures that were noticed before.
-
-        Args:
-            workers: the workers; those that did not leave lately are passed over.
-            cause: the cause.
-            whole: their agents or executors are gone too.
-            now: the time.
-            whole_ones: only of those whose agents or executors are known to be gone.
-            symptoms: only of those of which no cause is known.
-        """
-        self._forget_old(now)
-        concerned: set[int] = set()
-        for worker in workers:
-            index, departure = self._of_worker.get(worker, (-1, None))
-            if departure is None or self._changes[index].kind != "lost":
+    def _explain(self, concerned: Callable[[_Departure], bool], cause: LossCause, whole: bool, now: float) -> None:
+        """Store the cause of departures that were noticed before. `whole`: their agents or executors are gone too."""
+        for index in list(self._departures):
+            departures, change = self._departures[index], self._changes[index]
+            if now - change.at >= LATE_S and index not in self._open:
+                del self._departures[index]
                 continue
-            if (departure.whole or not whole_ones) and (departure.cause.is_symptom or not symptoms):
-                self._departures[index].explain(departure, cause, whole)
-                concerned.add(index)
-        for index in concerned:
-            of = self._departures[index]
-            self._update(index, who=of.who, reason=of.reason, unexplained=of.unexplained)
-
-    def _forget_old(self, now: float) -> None:
-        while self._recent and now - self._recent[0][0] >= LATE_S:
-            _, index, departure = self._recent.popleft()
-            record = departure.record
-            self._of_worker.pop(record.worker, None)
-            _drop(self._in_slot, record.place.slot, record.worker)
-            _drop(self._on_executor, record.place.executor, record.worker)
-            if index not in self._open:
-                self._departures.pop(index, None)
+            found = [each for each in departures if change.kind == "lost" and concerned(each)]
+            for each in found if now - change.at < LATE_S else ():
+                each.whole = each.whole or whole
+                if each.cause.is_symptom and not cause.is_symptom:
+                    each.cause = cause
+            if found:
+                reasons = list(dict.fromkeys(root_loss_in_words(each.cause) for each in departures))
+                self._update(
+                    index,
+                    who=_who(departures),
+                    reason="; ".join(reasons[:MOST_NAMED]),
+                    unexplained=any(each.cause.is_symptom for each in departures),
+                )
 
     def _on_started(self, record: timeline.WorldStarted) -> None:
         old, new = self._world, self._next
@@ -383,9 +303,6 @@ class EventLog:
             return
         stayed = 0 if old is None else old.size - len(self._gone)
         opened, self._open = self._open, []
-        recent = {index for _, index, _ in self._recent}
-        for index in set(opened) - recent:
-            self._departures.pop(index, None)
         self._world, self._gone = new, set()
         version = new.version or BEGINNING
         restarted = new.version is None and not self._has_loop
@@ -416,13 +333,6 @@ class EventLog:
         """End the pause of a change. `pause_s`: its length; None: it ended when the new world was formed."""
         self._update(self._paused, open=False, **({} if pause_s is None else {"pause_s": pause_s}))
         self._first = None
-
-
-def _drop(workers: dict[Any, dict[WorkerId, None]], key: Any, worker: WorkerId) -> None:
-    """Remove a worker from those of the key, and keep no key without any."""
-    workers[key].pop(worker, None)
-    if not workers[key]:
-        del workers[key]
 
 
 def root_loss_in_words(cause: LossCause) -> str:

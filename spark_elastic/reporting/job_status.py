@@ -10,9 +10,9 @@ import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spark_elastic.membership import events as seen
 from spark_elastic.membership import timeline
@@ -42,6 +42,7 @@ MOST_TEXT = 1000
 TRAINING = WorkerState.TRAINING.value
 
 Document = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,27 @@ class WorkerStatus:
     """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The membership machine's numbers, as in `ElasticJob.status()`."""
+@dataclass(frozen=True)
+class JobStatus:
+    """The state of a job at one moment."""
 
     phase: str
     round: int
-    ready: int
-    succeeded: int
-    failed: int
-    resets: int
-    steps: int | None
+    """Number of the current world; 0 before the first."""
+    size: int
+    """Size of the current world; 0 before the first."""
+    progress: int | None
+    """The most optimizer steps known to be applied."""
+    waiting_for: str
+    """The reason of the current wait, in words; empty if the job waits for nothing."""
+    ready: int = 0
+    """Workers that wait for a world or are members of one."""
+    succeeded: int = 0
+    """Workers whose function has returned."""
+    failed: int = 0
+    """Workers that were lost or removed since the job began."""
+    resets: int = 0
+    """Worlds that were built after the first."""
 
 
 @dataclass(slots=True)
@@ -169,7 +180,7 @@ class StatusModel:
 
     def document(
         self,
-        totals: Totals,
+        status: JobStatus,
         workers: Sequence[WorkerStatus],
         changes: Sequence[MembershipChange],
         now: float,
@@ -177,12 +188,7 @@ class StatusModel:
     ) -> Document:
         """Return the document of this moment, made of values that JSON can express.
 
-        Args:
-            totals: The numbers of the membership machine.
-            workers: All workers that are not gone.
-            changes: The job's changes, with times in seconds since 1970.
-            now: The time on the monotonic clock.
-            wall: The same moment in seconds since 1970.
+        It has all workers that are not gone, and the job's changes. `wall` is the moment `now` in seconds since 1970.
         """
         with self._lock:
             to_wall = wall - now
@@ -195,27 +201,30 @@ class StatusModel:
                 "now": _rounded(wall),
                 "started": _rounded(self._began + to_wall),
                 "ended": None if ended is None else _rounded(ended.at + to_wall),
-                "phase": totals.phase if ended is None else ended.outcome,
+                "phase": status.phase if ended is None else ended.outcome,
                 "reason": "" if ended is None else _cut(ended.why.partition("\n")[0], MOST_TEXT),
                 "wait": self._wait_now(now),
-                "progress": self._progress(totals, by_worker, now),
+                "progress": self._progress(status, by_worker, now),
                 "world": {
-                    "round": totals.round,
+                    "round": status.round,
                     "size": sizes[-1][1],
                     "num_proc": settings.num_proc,
                     "min_num_proc": settings.min_num_proc,
                     "max_num_proc": settings.max_num_proc,
-                    "ready": totals.ready,
-                    "succeeded": totals.succeeded,
-                    "failed": totals.failed,
-                    "resets": totals.resets,
+                    "ready": status.ready,
+                    "succeeded": status.succeeded,
+                    "failed": status.failed,
+                    "resets": status.resets,
                     "history": [[_rounded(at + to_wall), size] for at, size in sizes],
                 },
                 "heartbeat_timeout_s": settings.heartbeat_timeout_s,
                 **_hosts(by_worker, now),
                 "epochs": {
                     "count": self._epoch_count,
-                    "rows": [_epoch_row(each) for each in thin_epochs(self._epochs, MOST_EPOCHS)],
+                    "rows": [
+                        {"epoch": each.epoch, "seconds": _rounded(each.seconds), "values": _plain_values(each.values)}
+                        for each in thin_epochs(self._epochs, MOST_EPOCHS)
+                    ],
                 },
                 **_events(changes),
             }
@@ -231,12 +240,12 @@ class StatusModel:
         }
 
     def _progress(
-        self, totals: Totals, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
+        self, status: JobStatus, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
     ) -> Document:
         over = self._ended is not None
         known = sorted(rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None)
         made: Document = {
-            "steps": totals.steps,
+            "steps": status.progress,
             "steps_per_s": None if over or not known else _rounded(known[len(known) // 2]),
             "epoch": None,
             "epochs": None,
@@ -364,26 +373,18 @@ def _events(changes: Sequence[MembershipChange]) -> Document:
     }
 
 
-def _epoch_row(message: EpochEnded) -> Document:
-    return {"epoch": message.epoch, "seconds": _rounded(message.seconds), "values": _plain_values(message.values)}
-
-
 def thin_epochs(epochs: Sequence[EpochEnded], most: int) -> list[EpochEnded]:
     """Return at most `most` epochs, evenly spread, so that the extremes of the loss remain visible.
 
     Of each stretch, the epochs with the smallest and the largest value of the first column are kept; the first and
     the last epoch always are.
     """
-    if len(epochs) <= most:
-        return list(epochs)
-    stretches = most // 2 - 1
-    inner = epochs[1:-1]
-    kept = [epochs[0]]
-    for number in range(stretches):
-        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
-        ends = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
-        kept += [each for each in stretch if each.epoch in ends]
-    return [*kept, epochs[-1]]
+
+    def ends(stretch: Sequence[EpochEnded]) -> list[EpochEnded]:
+        kept = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
+        return [each for each in stretch if each.epoch in kept]
+
+    return _thin(epochs, most, ends)
 
 
 def _first_value(message: EpochEnded) -> float:
@@ -393,16 +394,23 @@ def _first_value(message: EpochEnded) -> float:
 
 def _thin_steps(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
     """Return at most `most` points of a step function: of each stretch the smallest size and the last one."""
-    if len(points) <= most:
-        return list(points)
-    stretches = most // 2 - 1
-    inner = points[1:-1]
-    kept = [points[0]]
-    for number in range(stretches):
-        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+
+    def ends(stretch: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
         smallest = min(stretch, key=lambda point: point[1])
-        kept += [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
-    return [*kept, points[-1]]
+        return [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
+
+    return _thin(points, most, ends)
+
+
+def _thin(all_of: Sequence[T], most: int, ends: Callable[[Sequence[T]], list[T]]) -> list[T]:
+    """Return the first, the last, and of each of `most // 2 - 1` stretches between them its two `ends`."""
+    if len(all_of) <= most:
+        return list(all_of)
+    stretches, inner = most // 2 - 1, all_of[1:-1]
+    kept = [all_of[0]]
+    for number in range(stretches):
+        kept += ends(inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches])
+    return [*kept, all_of[-1]]
 
 
 def _plain_values(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -68,13 +68,10 @@ _BIND_ATTEMPTS = 20
 
 
 class ProbePort:
-    """A port where other agents find out which addresses of this host they can reach.
+    """A port, one of `ports`, where other agents find out which addresses of this host they can reach.
 
-    Accepts connections and closes each at once, so none keeps a descriptor in use. Used on the loop's thread only.
-
-    Args:
-        addresses: Addresses of this host; addresses that cannot be bound are left out.
-        ports: The ports to choose from.
+    Accepts connections and closes each at once, so none keeps a descriptor in use. Addresses that cannot be bound are
+    left out. Used on the loop's thread only.
     """
 
     def __init__(self, addresses: Iterable[str], ports: Ports = ANY) -> None:
@@ -158,15 +155,9 @@ def run_agent(
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
-    A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver.
-
-    Args:
-        order: the specification that every agent of the job gets.
-        slot: the slot that the agent occupies.
-        launch: number of the slot's launch, by which the launcher recognises this agent.
-        report: where the agent runs and what it may use there.
-        guardian: process id of the executor's JVM; the agent ends when that process does.
-        server_guardians: the processes with which a fork server ends; see `ForkServer`.
+    A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver. The
+    agent ends with the executor's JVM, its `guardian`; a fork server ends with the `server_guardians`, see
+    `ForkServer`.
     """
     with default_child_signal():
         return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
@@ -448,6 +439,7 @@ class _Agent:
         self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
+        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
@@ -455,10 +447,12 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
             self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from spark_elastic import clock
-from spark_elastic.task.reaper import kill_group, open_pidfd
+from spark_elastic.task.reaper import kill_group, open_pidfd, stat_of
 
 _LATE = ("CUDA_VISIBLE_DEVICES", "SPARK_ELASTIC_", "MLFLOW_")
 """Beginnings of variables that are read after the imports: a worker can get others than its server was started with."""
@@ -64,19 +64,12 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class ForkServer:
-    """The fork server for workers of one kind, as agents see it.
+    """The fork server for workers of one kind, as agents see it."""
 
-    Attributes:
-        guardians: Processes with which it ends: at once with the first, and with the others once it has no worker.
-        keep_s: Seconds for which it stays after its last worker.
-        env: The environment of a worker.
-        modules: What a worker imports.
-    """
-
-    guardians: Sequence[int]
-    keep_s: float
-    env: Mapping[str, str]
-    modules: Sequence[str]
+    guardians: Sequence[int]  # processes with which it ends: with the first at once, with the others after its workers
+    keep_s: float  # seconds for which it stays after its last worker
+    env: Mapping[str, str]  # of a worker
+    modules: Sequence[str]  # what a worker imports
 
     def is_possible(self) -> bool:
         """Return False if there is nothing to keep, or modules have threads, or the system has no such servers."""
@@ -99,7 +92,7 @@ class ForkServer:
         packages = [path for path in sorted(paths) if path.endswith("-packages") and os.path.isdir(path)]
         installed = [(path, os.stat(path).st_mtime_ns) for path in packages]
         variables = sorted(each for each in self.env.items() if not each[0].startswith(_LATE))
-        guardians = [(pid, _started(pid)) for pid in self.guardians]
+        guardians = [(pid, stat_of(pid)[19]) for pid in self.guardians]
         kind = [sys.executable, sys.version, os.getcwd(), os.getuid(), os.stat("/proc/self/ns/pid").st_ino, self.keep_s]
         digest = hashlib.sha256(json.dumps([kind, guardians, variables, installed]).encode())
         return f"\0spark_elastic-{digest.hexdigest()}".encode()
@@ -107,8 +100,7 @@ class ForkServer:
     def connect(self) -> socket.socket:
         """Return a connection to the server. Starts one if there is none, which imports the modules at once.
 
-        Raises:
-            OSError: There is none, and none can be started.
+        Raise OSError if there is none, and none can be started.
         """
         name = self.name()
         for _ in range(_TRIES):
@@ -144,11 +136,6 @@ class ForkServer:
             _started_here.append(subprocess.Popen(command, env=env, start_new_session=True, **pipes))
 
 
-def _started(pid: int) -> str:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-        return stat.read().rpartition(")")[2].split()[19]
-
-
 def _is_own(connection: socket.socket) -> bool:
     """Return True if the other end is a process of the same user."""
     given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -159,11 +146,7 @@ def _is_own(connection: socket.socket) -> bool:
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
-    """Import modules, and fork keepers until the server has to end.
-
-    Args:
-        arguments: The listening socket, the seconds to stay, the guardians, and modules.
-    """
+    """Import modules, and fork keepers until the server has to end. The arguments are those of `ForkServer._start`."""
     from spark_elastic.task.main import import_modules
 
     listener, keep_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
@@ -174,7 +157,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     server, keepers = os.getpid(), set[int]()
     until = clock.monotonic() + keep_s
     while min([jvm, *others]) >= 0 and (keepers or clock.monotonic() < until):
-        ready = _readable(listener, jvm, *others, timeout=0.2)
+        watched: list[Any] = [listener, jvm, *others]
+        ready, _, _ = select.select(watched, [], [], 0.2)
         if jvm in ready:
             break
         if keepers:
@@ -217,7 +201,8 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
             run_worker(keeper, ends.result, ends.death)
         ends.close()  # first: only the agent and the worker hold the pipes once the agent knows of it
         connection.send(str(pid).encode())
-        if connection in _readable(connection, os.pidfd_open(pid)):
+        watched: list[Any] = [connection, os.pidfd_open(pid)]
+        if connection in select.select(watched, [], [])[0]:
             kill_group(pid)  # the agent is gone, or has no use for the worker any more
         _, status = os.waitpid(pid, 0)
         kill_group(pid)  # what the worker has left behind
@@ -226,10 +211,6 @@ def _keep_worker(connection: socket.socket, server: int) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(1)
-
-
-def _readable(*watched: Any, timeout: float | None = None) -> list[Any]:
-    return select.select(watched, [], [], timeout)[0]
 
 
 def _become_blank(ends: Ends, env: Mapping[str, str]) -> None:

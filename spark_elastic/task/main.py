@@ -30,15 +30,16 @@ import cloudpickle
 
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
-from spark_elastic.task.driver_client import ChannelLink, exit_now
 from spark_elastic.task.freed_memory import keep_freed_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
-from spark_elastic.task.reaper import start_reaper
+from spark_elastic.task.reaper import exit_now, start_reaper
+from spark_elastic.task.script import ScriptExit
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.messages import interpreter
 from spark_elastic.wire.pickling import dumps
+from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.task")
 
@@ -47,6 +48,8 @@ EXIT_ABANDONED = 75
 """The function has to be run again from its start, in a new process."""
 EXIT_ORPHANED = 76
 """The agent is gone."""
+EXIT_CHANNEL_LOST = 79
+"""The channel to the driver broke: without it the worker can neither report progress nor learn of a new world."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -66,13 +69,9 @@ def import_modules(modules: Sequence[str]) -> None:
 
 
 def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str] = ()) -> NoReturn:
-    """Import modules, wait for the worker's id and function, and run it.
+    """Import modules, wait for the worker's id and function, and run it. The process ends with its parent.
 
-    Args:
-        parent: Process id of the parent, with which this process ends.
-        result_fd: The pipe for results.
-        death_fd: The pipe for the reaper.
-        modules: What to import first.
+    The descriptors are those of the pipe for results and of the one for the reaper.
     """
     die_with_parent(parent)
     start_reaper(death_fd)
@@ -92,7 +91,10 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
     key = bytes.fromhex(order["key"])
     channel = connect(addresses, key, timeout_s=order["connect_timeout_s"], encrypt=order["encrypt"])
-    link = ChannelLink(order["worker"], channel, key)
+    worker = order["worker"]
+    link = WorkerLink(
+        worker, channel, key, lambda why: exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {worker} ends: {why}")
+    )
     worker_link.install(link)
     link.start()
     call = _load(link, pickled.pop(), order["made_by"])  # it may hold a model, so nothing here keeps it
@@ -104,7 +106,9 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            _write_result(results, result, link.in_loop, run)
+            head = {"size": len(result), "in_loop": link.in_loop, "run": run}
+            results.write(json.dumps(head).encode() + b"\n" + result)
+            results.flush()
             sys.stdout.flush()
             sys.stderr.flush()
             run = next_run.get()
@@ -160,7 +164,7 @@ def _take_stdin() -> BinaryIO:
     return control
 
 
-def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
+def _load(link: WorkerLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
     """Return the user's function bound to its arguments; report and exit if it cannot be loaded here."""
     try:
         function, args, kwargs = cloudpickle.loads(pickled)
@@ -174,13 +178,13 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
         _fail(link, problem, error)
 
 
-def _fail(link: ChannelLink, problem: Exception, cause: Exception) -> NoReturn:
+def _fail(link: WorkerLink, problem: Exception, cause: Exception) -> NoReturn:
     """Report an error with the traceback of its cause, and exit."""
     link.raised(problem, format_error(cause, all_frames=ALL_FRAMES_SETTING in os.environ))
     exit_now(EXIT_RAISED)
 
 
-def _check_device(link: ChannelLink) -> None:
+def _check_device(link: WorkerLink) -> None:
     """Report and exit before the training if the job demands a GPU and this worker has none."""
     device = os.environ.get(DEVICE_SETTING, "auto")
     if not device.startswith("cuda") or "tensorflow" in sys.modules:  # TensorFlow checks its GPUs itself
@@ -193,7 +197,7 @@ def _check_device(link: ChannelLink) -> None:
         _fail(link, error, error)
 
 
-def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
+def _run(link: WorkerLink, function: Callable[[], Any]) -> bytes:
     """Call the user's function until it returns, and return its pickled result; report and exit if it fails.
 
     A collective that fails after an elastic loop does not undo the loop: the function is called again and continues
@@ -209,7 +213,8 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         exit_now(EXIT_ABANDONED)
     except BaseException as error:  # SystemExit too: the function has not returned
         # not to stderr: the driver has the text, and raises it
-        link.raised(error, format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ))
+        exit_code = error.exit_code if isinstance(error, ScriptExit) else None
+        link.raised(error, format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ), exit_code)
         exit_now(EXIT_RAISED)
     try:
         return dumps(value)
@@ -235,12 +240,6 @@ def _run_again() -> None:
     from spark_elastic.elastic.finish import loops
 
     loops.run_again()
-
-
-def _write_result(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> None:
-    pipe.write(json.dumps({"size": len(result), "in_loop": in_loop, "run": run}).encode() + b"\n")
-    pipe.write(result)
-    pipe.flush()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 _POLL_S = 0.2
 _ENDED = ("Z", "X")
@@ -34,8 +35,7 @@ _FLAG_AT = _MUTEX_BYTES
 class LifeMutex:
     """A mutex that the calling thread holds until it dies, and that another process waits for.
 
-    Raises:
-        OSError: The system has no robust mutexes between processes.
+    Raises OSError if the system has no robust mutexes between processes.
     """
 
     def __init__(self) -> None:
@@ -81,14 +81,25 @@ def leave() -> None:
         _life.leave()
 
 
+def exit_now(code: int, why: str = "") -> NoReturn:
+    """Flush the output and end the process, from any thread."""
+    if why:
+        print(why, file=sys.stderr)
+    leave()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # the pipe is gone with its reader
+    os._exit(code)
+
+
 def start_reaper(death_fd: int) -> None:
     """Fork the reaper of this process's group.
 
     The caller is the main thread of the worker, leads the group and has no other threads yet. Called before the user's
-    modules are imported, so that the fork is cheap.
-
-    Args:
-        death_fd: The pipe to the agent; a byte in it says that the worker dies. It is closed in this process.
+    modules are imported, so that the fork is cheap. A byte in the pipe `death_fd`, which is closed in this process,
+    tells the agent that the worker dies.
     """
     global _life
     with contextlib.suppress(OSError, AttributeError):
@@ -179,11 +190,16 @@ def default_child_signal() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the process's state on, its third. Raise OSError if there is none."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()  # its second, the name, may have spaces in it
+
+
 def process_state(pid: int) -> str:
     """Return Linux's letter for the state of a process, as `ps` shows it; "" if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
+        return stat_of(pid)[0]
     except (OSError, IndexError):
         return ""
 
@@ -191,12 +207,6 @@ def process_state(pid: int) -> str:
 def exit_code_of(pid: int) -> int | None:
     """Return the exit code of a process that dies, a negative one for a signal; None if the system does not show it."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+        return os.waitstatus_to_exitcode(int(stat_of(pid)[49]))
     except (OSError, IndexError, ValueError):
         return None
-
-
-_EXIT_CODE = 49
-"""The position of the wait status in /proc/<pid>/stat, counted from the state, which follows the name."""

@@ -83,14 +83,7 @@ def _host_in_task() -> str:
 
 
 def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes | None = None) -> AgentOutcome:
-    """Run the agent of a slot.
-
-    Args:
-        slot: the slot that the task occupies.
-        launch: number of the slot's launch.
-        payload: a pickled `LaunchSpec`; it has come in Spark's own serialisation.
-        function: the user's function, if it was broadcast because it is large.
-    """
+    """Run the agent of a slot. The payload is a pickled `LaunchSpec`; a large function was broadcast by itself."""
     from spark_elastic.task.agent import run_agent  # here: discovery imports this module for `slot_report` alone
 
     order: LaunchSpec = pickle.loads(payload)
@@ -109,8 +102,7 @@ def prepare_and_report(payload: bytes) -> SlotReport:
 def prepare_workers(payload: bytes) -> None:
     """Start the executor's fork server, which imports what workers need. Called in a Spark task before the job starts.
 
-    Args:
-        payload: a pickled `LaunchSpec` without key, function and addresses.
+    The payload is a pickled `LaunchSpec` without key, function and addresses.
     """
     from spark_elastic.task.fork_server import ForkServer
     from spark_elastic.task.worker_process import worker_environment

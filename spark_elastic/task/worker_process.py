@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
@@ -26,6 +26,9 @@ from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
 from spark_elastic.wire.messages import LaunchSpec
+
+if TYPE_CHECKING:
+    from spark_elastic.task.agent import _Agent
 
 logger = logging.getLogger("spark_elastic.task")
 
@@ -47,31 +50,6 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 """States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
-class WorkerObserver(Protocol):
-    """The methods of the agent that a worker process calls with its output, its result and its exit."""
-
-    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
-
-    def output_may_flow(self) -> bool:
-        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
-        ...
-
-    def result_stored(self, process: WorkerProcess) -> None: ...
-
-    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        """Called when the process dies, up to 50 ms before `exited`, where the system tells.
-
-        Args:
-            process: The process. What it has written last may not have been read yet.
-            exit_code: As in `exited`; None if it is not known yet.
-        """
-        ...
-
-    def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Called once, after the process has ended and its pipes have been read to the end."""
-        ...
-
-
 class WorkerProcess:
     """A process that imports the modules of a worker, then waits for its id and the function.
 
@@ -82,11 +60,11 @@ class WorkerProcess:
         self,
         order: LaunchSpec,
         env: dict[str, str],
-        observer: WorkerObserver,
+        agent: _Agent,
         guardians: Sequence[int] = (),
     ) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
-        self._observer = observer
+        self._agent = agent
         self._loop = asyncio.get_running_loop()
         order_read, self._order_fd = os.pipe()
         stdout, stdout_write = os.pipe()
@@ -195,7 +173,7 @@ class WorkerProcess:
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
-        if fd != self._result_fd and not self._observer.output_may_flow():
+        if fd != self._result_fd and not self._agent.output_may_flow():
             self._loop.remove_reader(fd)
             self._loop.call_later(_POLL_S, self._resume, fd)
             return
@@ -234,7 +212,7 @@ class WorkerProcess:
         if stream == "stderr":
             self._stderr_tail.extend(lines)
         if lines:
-            self._observer.output(self, stream, lines)
+            self._agent.output(self, stream, lines)
 
     def _take_result(self, data: bytes) -> None:
         """Parse results, each a line of JSON and the pickled value; the newest replaces the one before."""
@@ -253,7 +231,7 @@ class WorkerProcess:
             head, self._result_head = self._result_head, None
             self.result, self.in_loop, self.run = bytes(buffer[:size]), bool(head["in_loop"]), int(head["run"])
             del buffer[:size]
-            self._observer.result_stored(self)
+            self._agent.result_stored(self)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -262,7 +240,7 @@ class WorkerProcess:
         self._loop.remove_reader(self._death_fd)
         if os.read(self._death_fd, 1):
             pid = self._process.pid
-            self._observer.dying(self, None if pid is None else exit_code_of(pid))
+            self._agent.dying(self, None if pid is None else exit_code_of(pid))
 
     def _gone(self, exit_code: int) -> None:
         if not self.is_running:
@@ -270,7 +248,7 @@ class WorkerProcess:
         self._drain()
         self.is_running = False
         self._close_pipes()
-        self._observer.exited(self, exit_code)
+        self._agent.exited(self, exit_code)
 
     def _drain(self) -> None:
         for fd in (self._result_fd, *self._streams):
@@ -296,11 +274,7 @@ class WorkerProcess:
 class SpawnedProcess:
     """A worker that the agent has started itself. Used on the agent's event loop.
 
-    Args:
-        modules: What the process imports.
-        env: Its environment.
-        ends: Its ends of the pipes, which are closed here.
-        ended: Called once, with the exit code, after the process has ended.
+    It closes the `ends`, and calls `ended` once, with the exit code, after the process has ended.
     """
 
     def __init__(self, modules: Sequence[str], env: dict[str, str], ends: Ends, ended: Callable[[int], None]) -> None:
@@ -328,12 +302,7 @@ class SpawnedProcess:
     def kill(self) -> None:
         """SIGKILL the process and its process group."""
         if self._process.returncode is None:
-            self._kill_group()  # fails if the process has not created its own group yet
-            self._process.kill()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     def _poll(self) -> None:
         if self._process.poll() is None:
@@ -346,19 +315,16 @@ class SpawnedProcess:
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        self._kill_group()  # children left behind, which might still write
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # children left behind, which might still write
         self._ended(exit_code)
 
 
 class ForkedProcess:
     """A worker that a fork server forks, as its agent sees it. Used on the agent's event loop.
 
-    Args:
-        ended: Called once, with the exit code, after the worker has ended.
-        failed: Called instead if no worker is forked. The ends are still open then.
-
-    Raises:
-        OSError: The server cannot be asked.
+    `ended` is called once, with the exit code, after the worker has ended; `failed` instead if no worker is forked,
+    while the ends are still open. Raises OSError if the server cannot be asked.
     """
 
     def __init__(

@@ -129,11 +129,7 @@ class Channel:
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Send a message, from any thread.
-
-        Raises:
-            ChannelClosedError: the connection is gone.
-        """
+        """Send a message, from any thread. Raise ChannelClosedError if the connection is gone."""
         body = encode(message)
         now = monotonic()
         if self._is_held_up(now):
@@ -200,23 +196,13 @@ class Channel:
 # --- the asyncio end --------------------------------------------------------------------------------
 
 
-_arrivals = threading.local()
-"""For each thread with an event loop, the memory in which the bytes of all its streams arrive, one read at a time."""
+class MessageStream(asyncio.Protocol):
+    """A protocol that authenticates the peer by the job's key, then turns bytes into messages and back.
 
-
-class MessageStream(asyncio.BufferedProtocol):
-    """A protocol that authenticates the peer, then turns bytes into messages and back.
-
-    All calls, of methods and of callbacks, happen on the loop's thread.
-
-    Args:
-        key: the job's key.
-        server: True at the end that accepted the connection.
-        encrypt: encrypt the messages; both ends need the same value.
-        on_open: called with the stream once the peer is authenticated.
-        on_message: called with the stream and each message.
-        on_closed: called once with the stream and the reason, if `on_open` was called before.
-        on_unauthenticated: called with the stream if the connection ends before `on_open`.
+    All calls, of methods and of callbacks, happen on the loop's thread. Each callback gets the stream: `on_open` is
+    called once the peer is authenticated, `on_message` with each message, `on_closed` once with the reason, and
+    `on_unauthenticated` in its place if the connection ends before `on_open`. `server` is the end that accepted the
+    connection; both ends need the same `encrypt`.
     """
 
     def __init__(
@@ -244,8 +230,6 @@ class MessageStream(asyncio.BufferedProtocol):
         """Why this side closed an unauthenticated connection; "" if the other side did."""
         self._server = server
         self.peer_address = ""
-        self.sent_at = float("-inf")
-        """When something was sent last, on the monotonic clock."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -257,12 +241,11 @@ class MessageStream(asyncio.BufferedProtocol):
         if self._open:
             self.send_encoded(encode(message))
 
-    def send_encoded(self, *bodies: bytes) -> None:
-        """Queue messages that are encoded already, because other streams send them too. Otherwise like `send`."""
+    def send_encoded(self, body: bytes) -> None:
+        """Queue a message that is encoded already, because other streams send it too. Otherwise like `send`."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
-        self.sent_at = monotonic()
-        self._transport.write(b"".join(map(self._connection.send, bodies)))
+        self._transport.write(self._connection.send(body))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
 
@@ -301,17 +284,10 @@ class MessageStream(asyncio.BufferedProtocol):
         if greeting := self._connection.start():
             transport.write(greeting)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        # one for all streams: memory of that size for each read costs more than what is done with a heartbeat
-        if not hasattr(_arrivals, "buffer"):
-            _arrivals.buffer = bytearray(_READ_BYTES)
-        buffer: bytearray = _arrivals.buffer
-        return buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def data_received(self, data: bytes) -> None:
         assert self._transport is not None
         try:
-            bodies, reply = self._connection.receive(bytes(memoryview(_arrivals.buffer)[:nbytes]))
+            bodies, reply = self._connection.receive(data)
             if reply:
                 self._transport.write(reply)
             if self._connection.authenticated and not self._open:

@@ -1,8 +1,7 @@
 """Messages as bytes: a line of JSON, the head, followed by the raw bytes of `payload` if the message has one.
 
 A long head is compressed. No message is ever unpickled. Decoding checks the type of each field, so invalid bytes raise
-`ProtocolError` and never reach the driver's state. What is done for each field is determined once for each type of
-message.
+`ProtocolError` and never reach the driver's state.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import types
 import typing
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 from spark_elastic.errors import ProtocolError
@@ -26,9 +24,6 @@ _COMPRESSED = b"\x78"
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Limit of a decompressed message."""
 
-_Reader = Callable[[Any], Any]
-"""Checks a value of JSON and returns it in its type; raises `_Unexpected`."""
-
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
@@ -40,19 +35,21 @@ def encode(message: Message) -> bytes:
     return (head if len(head) < _COMPRESS_FROM_BYTES else zlib.compress(head, 1)) + payload
 
 
-_PLAIN_FIELDS: dict[type[Any], tuple[str, ...]] = {}
+@functools.cache
+def _messages() -> dict[str, type[Message]]:
+    return {cls.__name__: cls for cls in Message.__subclasses__()}
 
 
-def _plain_fields(cls: type[Any]) -> tuple[str, ...]:
-    """Return the names of the fields that are written as JSON."""
-    names = _PLAIN_FIELDS.get(cls)
-    if names is None:
-        names = _PLAIN_FIELDS[cls] = tuple(each.name for each in dataclasses.fields(cls) if each.name != "payload")
-    return names
+@functools.cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields that are written as JSON, by name."""
+    hints = typing.get_type_hints(cls)
+    return {each.name: hints[each.name] for each in dataclasses.fields(cls) if each.name != "payload"}
 
 
 def _values(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _plain_fields(type(value))}
+    cls: Any = type(value)
+    return {name: getattr(value, name) for name in _types(cls)}
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), default=_values).encode
@@ -63,8 +60,7 @@ _from_json = json.JSONDecoder().raw_decode
 def decode(data: bytes) -> Message:
     """Return the message that `encode` made.
 
-    Raises:
-        ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
+    Raise ProtocolError if the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     if data.startswith(_COMPRESSED):
         head, payload = _decompressed(data)
@@ -83,11 +79,11 @@ def decode(data: bytes) -> Message:
     if not isinstance(fields, dict):
         raise ProtocolError("a message head that is not an object")
     name = fields.pop("type", None)
-    reader = _readers().get(name) if isinstance(name, str) else None
-    if reader is None:
+    cls = _messages().get(name) if isinstance(name, str) else None
+    if cls is None:
         raise ProtocolError(f"unknown message type {name!r:.80}")
     try:
-        return reader(fields, payload)
+        return _message(cls, fields, payload)
     except _Unexpected as error:
         raise ProtocolError(f"{name}{error.path}: {error.text}") from None
 
@@ -104,7 +100,7 @@ def _decompressed(data: bytes) -> tuple[bytes, bytes]:
     return body, stream.unused_data
 
 
-# --- how the values of each type are read -------------------------------------------------------------
+# --- values of JSON in the types of their fields; each function raises `_Unexpected` if they are others --------
 
 
 class _Unexpected(Exception):
@@ -119,125 +115,56 @@ class _Unexpected(Exception):
         return _Unexpected(self.text, f".{field}{self.path}")
 
 
-@functools.cache
-def _readers() -> dict[str, Callable[[dict[str, Any], bytes], Message]]:
-    """Return by its name how each message is made of its fields and the bytes behind them."""
-    return {cls.__name__: _message_reader(cls) for cls in Message.__subclasses__()}
-
-
-def _message_reader(cls: type[Any]) -> Callable[[dict[str, Any], bytes], Message]:
+def _message(cls: type[Any], fields: dict[str, Any], payload: bytes) -> Message:
     carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
-    read_fields = _fields_reader(cls)
-
-    def read(fields: dict[str, Any], payload: bytes) -> Message:
-        if carries_payload and "payload" in fields:
-            raise _Unexpected("payload in the head")
-        if payload and not carries_payload:
-            raise _Unexpected(f"{len(payload)} bytes behind a message that carries none")
-        values = read_fields(fields)
-        if carries_payload:
-            values["payload"] = payload
-        try:
-            return typing.cast(Message, cls(**values))
-        except ValueError as error:
-            raise _Unexpected(str(error)) from None
-
-    return read
+    if carries_payload and "payload" in fields:
+        raise _Unexpected("payload in the head")
+    if payload and not carries_payload:
+        raise _Unexpected(f"{len(payload)} bytes behind a message that carries none")
+    return typing.cast(Message, _object(cls, fields, {"payload": payload} if carries_payload else {}))
 
 
-def _fields_reader(cls: type[Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that checks the fields of a dataclass, all of which have to be there, but no payload."""
-    hints = typing.get_type_hints(cls)
-    readers = {name: _reader(hints[name]) for name in _plain_fields(cls)}
-
-    return lambda fields: _checked(fields, readers)
-
-
-def _checked(fields: dict[str, Any], readers: dict[str, _Reader]) -> dict[str, Any]:
-    """Return the values of the fields, each read by its reader. Raises `_Unexpected` unless they are just those."""
-    names = readers.keys()
-    if fields.keys() != names:
-        missing, unknown = sorted(names - fields.keys()), sorted(fields.keys() - names)
+def _object(cls: Any, fields: Any, more: dict[str, Any]) -> Any:
+    """Return a dataclass of a JSON object, which has to have just its fields, and of the values in `more`."""
+    if type(fields) is not dict:
+        raise _Unexpected("expected an object")
+    hints = _types(cls)
+    if fields.keys() != hints.keys():
+        missing, unknown = sorted(hints.keys() - fields.keys()), sorted(fields.keys() - hints.keys())
         raise _Unexpected(f"missing fields {missing}, unknown fields {unknown!s:.200}")
-    values = {}
-    name = ""
+    values = dict(more)
+    for name, value in fields.items():
+        try:
+            values[name] = _value(hints[name], value)
+        except _Unexpected as error:
+            raise error.within(name) from None
     try:
-        for name, value in fields.items():
-            values[name] = readers[name](value)
-    except _Unexpected as error:
-        raise error.within(name) from None
-    return values
+        return cls(**values)
+    except ValueError as error:
+        raise _Unexpected(str(error)) from None
 
 
-def _reader(hint: Any) -> _Reader:
-    origin = typing.get_origin(hint)
+def _value(hint: Any, value: Any) -> Any:
+    """Return a value in the type of its hint: a plain type, a dataclass, one of them or None, a tuple or a dict."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        (arm,) = (each for each in typing.get_args(hint) if each is not type(None))
-        return _optional(_reader(arm))
+        (arm,) = (each for each in of if each is not type(None))
+        return None if value is None else _value(arm, value)
     if origin is tuple:
-        return _list(typing.get_args(hint)[0])
-    if origin is dict:
-        return _mapping(_reader(typing.get_args(hint)[1]))
-    if dataclasses.is_dataclass(hint):
-        return _object(typing.cast("type[Any]", hint))
-    return _float if hint is float else _exactly(hint)
-
-
-def _optional(reader: _Reader) -> _Reader:
-    return lambda value: None if value is None else reader(value)
-
-
-def _list(hint: Any) -> _Reader:
-    reader = _reader(hint)
-
-    def read(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
             raise _Unexpected("expected a list")
-        if hint in (int, str) and set(map(type, value)) <= {hint}:
-            return tuple(value)
-        return tuple(map(reader, value))
-
-    return read
-
-
-def _mapping(reader: _Reader) -> _Reader:
-    def read(value: Any) -> dict[str, Any]:
+        return tuple(_value(of[0], each) for each in value)
+    if origin is dict:
         if type(value) is not dict:
             raise _Unexpected("expected an object")
-        return {key: reader(item) for key, item in value.items()}
-
-    return read
-
-
-def _object(cls: type[Any]) -> _Reader:
-    read_fields = _fields_reader(cls)
-
-    def read(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _Unexpected("expected an object")
-        try:
-            return cls(**read_fields(value))
-        except ValueError as error:
-            raise _Unexpected(str(error)) from None
-
-    return read
-
-
-def _float(value: Any) -> float:
-    if type(value) is float:
-        return value
-    if type(value) is int:
+        return {key: _value(of[1], each) for key, each in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return _object(typing.cast("type[Any]", hint), value, {})
+    if hint is float and type(value) is int:
         try:
             return float(value)
         except OverflowError:
             raise _Unexpected("an integer that no float can hold") from None
-    raise _Unexpected(f"expected float, got {type(value).__name__}")
-
-
-def _exactly(kind: type[Any]) -> _Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not kind:  # exact: a bool must not pass as an int
-            raise _Unexpected(f"expected {kind.__name__}, got {type(value).__name__}")
-        return value
-
-    return read
+    if type(value) is not hint:  # exact: a bool must not pass as an int
+        raise _Unexpected(f"expected {hint.__name__}, got {type(value).__name__}")
+    return value

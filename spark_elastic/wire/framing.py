@@ -26,7 +26,7 @@ import hashlib
 import hmac
 import os
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 from spark_elastic.errors import AuthenticationError, FrameTooLargeError, MissingExtraError, ProtocolError
 
@@ -62,35 +62,25 @@ def require_encryption() -> None:
         raise MissingExtraError(what="encrypt=True", package="cryptography", extra="encryption") from None
 
 
-class _Protection(Protocol):
-    """Protects the frames of one direction."""
-
-    def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
-        """Return the MAC or tag of a frame, and its body as it is sent."""
-        ...
-
-    def check(self, number: int, mac: bytes, body: bytes) -> bytes:
-        """Return the body of a frame that has arrived. Raises `AuthenticationError` if it is not what was sent."""
-        ...
-
-
 class _Authenticated:
-    """HMAC-SHA256; bodies can be read on the way."""
+    """Protects the frames of one direction by HMAC-SHA256; bodies can be read on the way."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def protect(self, number: int, body: bytes) -> tuple[bytes, bytes]:
+        """Return the MAC or tag of a frame, and its body as it is sent."""
         return _hmac(self._key, _SEQUENCE.pack(number), body)[:_MAC_BYTES], body
 
     def check(self, number: int, mac: bytes, body: bytes) -> bytes:
+        """Return the body of a frame that has arrived. Raises `AuthenticationError` if it is not what was sent."""
         if not hmac.compare_digest(mac, self.protect(number, body)[0]):
             raise AuthenticationError(_ALTERED)
         return body
 
 
 class _Encrypted:
-    """ChaCha20-Poly1305. A key serves one direction of one connection, so that no nonce is used twice."""
+    """The same by ChaCha20-Poly1305. A key serves one direction of one connection, so that no nonce is used twice."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -132,13 +122,8 @@ class _KeyExchange:
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
-    After any `ProtocolError` the caller has to close the connection.
-
-    Args:
-        key: The job's key.
-        server: True at the end that accepted the connection.
-        encrypt: Encrypt the frames; both ends need the same value.
-        max_frame_bytes: Size of the largest body that is sent or accepted.
+    After any `ProtocolError` the caller has to close the connection. `server` is the end that accepted it; both ends
+    need the same `encrypt`. No body may be larger than `max_frame_bytes`.
 
     Raises:
         MissingExtraError: `encrypt` is set, and the package cryptography is not installed.
@@ -156,8 +141,8 @@ class Connection:
         self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
         self._exchange = _KeyExchange() if encrypt else None
         self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
-        self._sending: _Protection = _Authenticated(b"")
-        self._receiving: _Protection = _Authenticated(b"")
+        self._sending: _Authenticated | _Encrypted = _Authenticated(b"")
+        self._receiving: _Authenticated | _Encrypted = _Authenticated(b"")
         self._expected_proof = b""
         self._sent = 0
         self._received = 0
@@ -170,11 +155,7 @@ class Connection:
         return b"" if self._server else self._magic + self._nonce
 
     def send(self, body: bytes) -> bytes:
-        """Return the frame that carries `body`.
-
-        Raises:
-            FrameTooLargeError: `body` is larger than the peer accepts.
-        """
+        """Return the frame that carries `body`. Raise FrameTooLargeError if it is larger than the peer accepts."""
         if not self.authenticated:
             raise ProtocolError("a frame cannot be sent before the handshake is complete")
         if len(body) > self._max_frame_bytes:
@@ -184,19 +165,12 @@ class Connection:
         return _LENGTH.pack(len(body)) + mac + protected
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Process bytes from the peer.
-
-        Returns:
-            The bodies that are complete now, in order, and the bytes to send back (during the handshake only).
+        """Process bytes from the peer; return the bodies that are complete now, and what to send back in the handshake.
 
         Raises:
             AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.
             FrameTooLargeError: a frame announces more than the limit.
         """
-        if self.authenticated and not self._buffer:  # nothing is incomplete: no need to copy what is not, either
-            bodies, end = self._bodies_in(data)
-            self._buffer += data[end:]
-            return bodies, b""
         self._buffer += data
         reply = b""
         if not self.authenticated:
@@ -270,23 +244,18 @@ class Connection:
 
     def _bodies(self, most: int | None = None) -> list[bytes]:
         """Return the bodies of the complete frames in the buffer, at most that many."""
-        bodies, end = self._bodies_in(self._buffer, most)
-        del self._buffer[:end]
-        return bodies
-
-    def _bodies_in(self, data: bytes | bytearray, most: int | None = None) -> tuple[list[bytes], int]:
-        """Return the bodies of the complete frames in `data`, at most that many, and where the last of them ends."""
         bodies: list[bytes] = []
-        start, length = 0, len(data)
+        start, length = 0, len(self._buffer)
         while length - start >= _HEADER_BYTES and (most is None or len(bodies) < most):
-            (size,) = _LENGTH.unpack_from(data, start)
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
             if size > self._max_frame_bytes:
                 raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
             at = start + _HEADER_BYTES
             if length < at + size:
                 break
-            mac, body = bytes(data[start + _LENGTH.size : at]), bytes(data[at : at + size])
+            mac, body = bytes(self._buffer[start + _LENGTH.size : at]), bytes(self._buffer[at : at + size])
             bodies.append(self._receiving.check(self._received, mac, body))
             self._received += 1
             start = at + size
-        return bodies, start
+        del self._buffer[:start]
+        return bodies

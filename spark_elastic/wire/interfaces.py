@@ -134,11 +134,7 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for a loopback address.
-
-    Raises:
-        ValueError: it is not an address.
-    """
+    """Return True for a loopback address. Raise ValueError for what is not an address."""
     return ipaddress.ip_address(address).is_loopback
 
 

@@ -424,7 +424,7 @@ class LoopResult(Message):
 
 @dataclass(frozen=True)
 class Pong(Message):
-    """The driver's answer to a heartbeat if it has sent nothing for a while, so that both sides notice silence."""
+    """The driver's answer to a heartbeat, so that both sides notice silence."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ import cloudpickle
 
 
 def dumps(value: Any, instead: Callable[[Any], Any] | None = None) -> bytes:
-    """Return a pickle of the value.
+    """Return a pickle of a value. Classes and functions in it that cannot be imported elsewhere travel by value.
 
-    Args:
-        value: The value; classes and functions in it that cannot be imported elsewhere travel by value.
-        instead: A function that returns how to reduce an object, as `__reduce__` does, or NotImplemented.
+    `instead` returns how to reduce an object, as `__reduce__` does, or NotImplemented.
     """
     file = io.BytesIO()
     _Pickler(file, instead).dump(value)

@@ -56,11 +56,7 @@ ANY = Ports(0, 0)
 
 
 def valid_ports(name: str, value: object) -> Ports:
-    """Return the ports that a setting gives.
-
-    Raises:
-        InvalidSettingsError: the value is not a port or a range of ports.
-    """
+    """Return the ports that a setting gives. Raise InvalidSettingsError unless it is a port or a range."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         kind = type(value).__name__
         raise InvalidSettingsError(f"{name} must be a port or a range such as '40000-40015', not {value!r} ({kind})")
@@ -73,11 +69,8 @@ def valid_ports(name: str, value: object) -> Ports:
 def listen(host: str, ports: Ports, setting: str, backlog: int) -> socket.socket:
     """Return a socket that listens at the first free port.
 
-    Args:
-        host: an address or name of this machine; an IPv6 address may be in brackets. "::" also takes IPv4.
-        ports: the ports to try.
-        setting: the name of the setting that gave the ports, for the error.
-        backlog: of the socket.
+    The host is an address or name of this machine; an IPv6 address may be in brackets, and "::" also takes IPv4.
+    `setting` is the name of the setting that gave the ports, for the error.
 
     Raises:
         PortsTakenError: all the ports are in use.
@@ -115,11 +108,7 @@ def with_port(host: str, port: int) -> str:
 
 
 def split_port(text: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of `host:port`.
-
-    Raises:
-        ValueError: there is no port.
-    """
+    """Return the host, without brackets, and the port of `host:port`. Raise ValueError if there is no port."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and len(port) <= 5):
         raise ValueError(f"{text!r:.80} is not an address with a port")

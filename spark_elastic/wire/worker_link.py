@@ -1,17 +1,28 @@
-"""The interface of a worker to its job: the link to the driver.
+"""A worker's link to the driver, over its channel.
 
 `task.main` installs the link before it calls the user's function. A plain Python process has none and runs as a world
 of one.
+
+One condition guards the fields that the channel's reader thread writes and the training thread reads.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+from spark_elastic import clock
+from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
 from spark_elastic.membership.topology import StateVersion, WorkerId, World
-from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
+from spark_elastic.wire import messages as wire
+from spark_elastic.wire.channel import Channel
+
+MAX_ERROR_CHARACTERS = 200_000
+"""Limit of an exception's message, and of its traceback: some quote a whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +47,62 @@ class ProvisionalPosition:
     """Number of the elastic loop that the job is in."""
 
 
-class WorkerLink(Protocol):
-    """The worker's side of the channel to the driver. Every blocking call ends when the job does.
+class WorkerLink:
+    """The worker's side of the channel to the driver: worlds, notifications and key-value pairs.
 
-    `kv_set`, `kv_get` and `gather` are called from more than one thread.
+    Every blocking call ends when the job does. `kv_set`, `kv_get` and `gather` are called from more than one thread.
+    `on_closed` is called with the reason when the channel breaks before the function has returned.
     """
 
-    @property
-    def worker(self) -> WorkerId: ...
+    def __init__(self, worker: WorkerId, channel: Channel, key: bytes, on_closed: Callable[[str], None]) -> None:
+        self.worker = worker
+        self._closed = on_closed
+        self._key = key
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
+        self._provisional: ProvisionalPosition | None = None
+        self._updates_seen = 0
+        self._cut_round = 0
+        self._cut_why = ""
+        self._cut_callback: Callable[[int, str], None] | None = None
+        self._replies: dict[int, wire.KvValues] = {}
+        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}
+        """The values of groups, by round and name."""
+        self._next_request = 0
+        self._decisions: dict[int, str] = {}
+        """The driver's decisions about epochs that this worker has asked about."""
+        self._version: StateVersion | None = None
+        self._starts_at: StateVersion | None = None
+        """The state that the current world starts from; None once this worker has applied a step in it."""
+        self._begun = 0
+        """The newest round in which this worker has reported its state."""
+        self.in_loop = False
+        """True once an elastic loop was entered."""
+        self._blocked_since: float | None = None
+        self._after_loop = False
+        self._loop_results: dict[int, wire.LoopResult] = {}
+        self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
+        self._ending = False
+        self._beat_now = threading.Event()
+        self.stall_timeout_s = 0.0
+        """Time that a collective may take before the driver removes a worker."""
+
+    def start(self) -> None:
+        """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
+        self._channel.start(self._on_message, self._on_closed, name="link")
+        self._channel.send(wire.WorkerHello(self.worker, os.getpid()))
+
+    # --- worlds and their groups ------------------------------------------------------------------------
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
         """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""
-        ...
+        self._send(wire.Ready(0, None, at_init=True, loop=1))
+        with self._changed:
+            self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
+            position = self._assignment or self._provisional
+        assert position is not None
+        return position
 
     def join(
         self,
@@ -56,18 +111,24 @@ class WorkerLink(Protocol):
         loop: int = 1,
         meanwhile: Callable[[], None] | None = None,
     ) -> Assignment | ProvisionalPosition:
-        """Report READY and wait for a newer world.
+        """Report READY, with the version of the state held here, and wait for a newer world than that of `round`.
 
-        Args:
-            round: The round of the last world, 0 if there was none.
-            version: Version of the state held here.
-            loop: Number of the elastic loop that calls this; 0: `init()` calls it.
-            meanwhile: A function to call between the report and the wait.
-
-        Returns:
-            The world; a provisional position if the job is in a later loop, to which the function has to skip.
+        Round 0: there was none. `loop` is the number of the elastic loop that calls this; 0: `init()` does. `meanwhile`
+        is called before the wait. Returns a provisional position if the job is in a later loop, to which the function
+        has to skip.
         """
-        ...
+        self._version = version
+        self._send(wire.Ready(round, version, at_init=False, loop=loop))
+        if meanwhile is not None:
+            meanwhile()
+        with self._changed:
+            while self._newest_round() <= round:
+                if self._provisional is not None and self._provisional.loop > loop:
+                    return self._provisional
+                self._changed.wait()
+            assert self._assignment is not None
+            self._starts_at = self._assignment.world.version
+            return self._assignment
 
     def report_version(self, version: StateVersion) -> None:
         """Send the version of the state held here with the next heartbeat.
@@ -75,28 +136,42 @@ class WorkerLink(Protocol):
         It is sent at once if this worker held no state before, and on ranks 0 and 1 at the beginning of a world and
         after its first step.
         """
-        ...
+        before = self._version
+        if before is not None and version < before:  # back to a commit: the driver counts the steps that are lost
+            self._send(wire.WorkerHeartbeat(before, None, self._after_loop, self._begun))
+        self._version = version
+        told_at_once = False
+        if self._begun < self._newest_round():
+            self._begun = self._newest_round()
+            told_at_once = True  # from here on, a loss is the loss of a world that trains
+        if self._starts_at is not None and version.is_steps_after(self._starts_at):
+            self._starts_at = None
+            told_at_once = True  # the first step in this world: the driver measures the pause by it
+        # Two members are enough, also if one dies at once. All of them would delay one another's first step.
+        if told_at_once and self._assignment is not None and self._assignment.world.member(self.worker).rank < 2:
+            self._beat_now.set()
+        if before is None or (not before.trained and version.trained):
+            self._beat_now.set()  # from here on there is a state to lose
 
     def entered_loop(self) -> None:
         """Record that an elastic loop was entered: this worker's state can be recovered from now on."""
-        ...
+        self.in_loop = True
+        self._after_loop = False
 
     def left_loop(self) -> None:
         """Record that the elastic loop has returned.
 
         If the world breaks now, the driver gives the function time to return instead of removing this worker.
         """
-        ...
+        self._after_loop = True
+        self._beat_now.set()
 
     def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
-        """Give the driver the loop's result, for newcomers to later loops.
+        """Give the driver the loop's result, for newcomers to later loops; or the `problem` why there is none to give.
 
-        Args:
-            loop: Number of the loop.
-            problem: Why there is no result to give; "" if there is one.
-            result: The pickled result, after a MAC made with the job's key; empty if there is a problem.
+        The result is pickled, after a MAC made with the job's key.
         """
-        ...
+        self._send(wire.LoopResult(loop, problem, result))
 
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
         """Return the (problem, result) that another worker has offered of a loop that this one skips.
@@ -104,80 +179,79 @@ class WorkerLink(Protocol):
         Raises:
             TimeoutError: Nothing arrived within `timeout_s`.
         """
-        ...
+        with self._changed:
+            if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
+                raise TimeoutError(f"the result of elastic loop {loop} did not arrive within {timeout_s:.0f} s")
+            found = self._loop_results[loop]
+        return found.problem, found.payload
 
     def blocked(self, waiting: bool) -> None:
         """Record that the training thread begins or ends to wait in a collective. Cheap; sent with the heartbeats."""
-        ...
-
-    @property
-    def stall_timeout_s(self) -> float:
-        """Time that a collective may take before the driver removes a worker."""
-        ...
+        self._blocked_since = clock.monotonic() if waiting else None
 
     def updates_seen(self) -> int:
         """Return the newest hosts-updated sequence number (0: none). Cheap: no lock, no I/O."""
-        ...
+        return self._updates_seen
 
     def cut_round(self) -> int:
         """Return the number of the newest round that the driver has ended with a `Cut` message (0: none). Cheap."""
-        ...
+        return self._cut_round
 
     def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
         """Call `callback(round, why)` from the channel's thread when a `Cut` message arrives; None: call nothing.
 
         The callback is called at once if the newest round was ended before the registration.
         """
-        ...
+        with self._changed:
+            self._cut_callback = callback
+            round, why = self._cut_round, self._cut_why
+            missed = callback is not None and round > 0 and round == self._newest_round()
+        if missed and callback is not None:
+            callback(round, why)
 
     def derive_key(self, purpose: str) -> bytes:
         """Return 32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
 
         Pickled objects sent between workers carry a MAC under it, so that no object of another origin is loaded.
         """
-        ...
+        return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
-    def show(self, what: LiveProgress | EpochEnded | Notice) -> bool:
-        """Send the driver something to display. Blocks if the channel does, so not for the training thread.
-
-        Returns:
-            True if it was sent; False if the channel is closed.
-        """
-        ...
+    def show(self, what: wire.LiveProgress | wire.EpochEnded | wire.Notice) -> bool:
+        """Send the driver something to display; return False if the channel is closed. Blocks if the channel does."""
+        try:
+            self._channel.send(what)
+        except (ChannelClosedError, ProtocolError):
+            return False  # it is only displayed; the reader thread acts on a broken channel
+        return True
 
     def report_epoch(self, epoch: int, row: bytes) -> None:
         """Send an epoch's row of the history to the callbacks on the driver."""
-        ...
+        self._send(wire.EpochRow(epoch, False, row))
 
     def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
         """Send an epoch's row, and wait for the decision of the callbacks on the driver.
 
-        Returns:
-            The reason to end the training after this epoch; "" to continue, also if no decision came in time.
-
-        Raises:
-            HorovodInternalError: The driver has ended the round.
+        Returns the reason to end the training after this epoch; "" to continue, also if no decision came in time.
+        Raises HorovodInternalError if the driver has ended the round.
         """
-        ...
+        with self._changed:
+            self._decisions.clear()
+            round = self._newest_round()
+        self._send(wire.EpochRow(epoch, True, row))
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while epoch not in self._decisions:
+                if self._cut_round >= round:
+                    raise HorovodInternalError(f"round {round} ended at the end of an epoch: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    return ""
+                self._changed.wait(left)
+            return self._decisions[epoch]
 
-    def kv_set(self, round: int, key: str, value: bytes) -> None: ...
-
-    def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
-        """Return the values of all members of a group, by rank; each of them calls this.
-
-        Args:
-            round: The round of the world.
-            name: Identifies the group among those of the round.
-            rank: This process's rank in the group.
-            size: The number of members.
-            value: This process's value.
-            timeout_s: How long to wait for the others.
-
-        Raises:
-            HorovodInternalError: The driver has ended the round, or published a newer one.
-            TimeoutError: A member did not send its value within `timeout_s`.
-        """
-        ...
+    def kv_set(self, round: int, key: str, value: bytes) -> None:
+        """Set a value in the round's key-value store at the driver."""
+        self._send(wire.KvSet(round, key, value))
 
     def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Wait until every key is set, and return their values.
@@ -186,7 +260,141 @@ class WorkerLink(Protocol):
             HorovodInternalError: The driver has ended the round, or published a newer one.
             TimeoutError: A key was not set within `timeout_s`.
         """
-        ...
+        with self._changed:
+            self._next_request += 1
+            request = self._next_request
+        self._send(wire.KvGet(round, request, tuple(keys)))
+        reply: wire.KvValues = self._await_in_round(round, self._replies, request, timeout_s, f"value for {list(keys)}")
+        values, start = [], 0
+        for size in reply.sizes:
+            values.append(reply.payload[start : start + size])
+            start += size
+        return values
+
+    def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
+        """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
+
+        Raises as `kv_get`.
+        """
+        self._send(wire.KvGather(round, name, rank, size, value))
+        what = f"values of all {size} members of {name}"
+        found: tuple[str, ...] = self._await_in_round(round, self._gathered, (round, name), timeout_s, what)
+        return found
+
+    def _await_in_round(self, round: int, replies: dict[Any, Any], key: Any, timeout_s: float, what: str) -> Any:
+        """Wait for the driver's reply under that key, and remove it. Raises as `kv_get` does."""
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while key not in replies:
+                if self._cut_round >= round or self._newest_round() > round:
+                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no {what} within {timeout_s:.0f} s in round {round}")
+                self._changed.wait(left)
+            return replies.pop(key)
+
+    # --- the end of the function ----------------------------------------------------------------------
+
+    def raised(self, error: BaseException, traceback: str, exit_code: int | None = None) -> None:
+        """Report an exception of the user's function, with a shortened message and traceback if they are long.
+
+        `exit_code`: that of a script that has exited.
+        """
+        try:
+            text = str(error)
+        except Exception as problem:
+            text = f"(str() of the exception failed: {problem!r})"
+        text, traceback = text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]
+        self._send(wire.Raised(type(error).__name__, text, traceback, exit_code))
+
+    def abandoned(self, why: str) -> None:
+        """Report that the function has to be run again from its start, in a new process."""
+        self._send(wire.Abandoned(why))
+
+    def returned(self, over: bool) -> None:
+        """Record whether the user's function is over: then a closed channel is harmless, and else ends the process."""
+        self._ending = over
+        if not over:
+            self._after_loop = False
+            self._beat_now.set()
+
+    def on_run_again(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(run)`, on the channel's thread, when the driver has the function called again."""
+        self._run_again = callback
+
+    # --- threads --------------------------------------------------------------------------------------
+
+    def _newest_round(self) -> int:
+        return self._assignment.world.round if self._assignment is not None else 0
+
+    def _on_message(self, message: wire.Message) -> None:
+        match message:
+            case wire.WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+                self._channel.set_silence_limit(silence_limit_s)
+                self.stall_timeout_s = stall_timeout_s
+                beats = threading.Thread(
+                    target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
+                )
+                beats.start()
+            case wire.Cut(round, why):
+                self._cut(round, why)
+            case wire.Goodbye(why):
+                self._on_closed(why)
+            case wire.RunAgain(run):
+                self._run_again(run)
+            case _:
+                with self._changed:
+                    self._store(message)
+                    self._changed.notify_all()
+
+    def _store(self, message: wire.Message) -> None:
+        match message:
+            case wire.WorldAssigned(world, addresses):
+                self._assignment = Assignment(world, self.worker, addresses, self._updates_seen)
+                self._replies.clear()
+                self._gathered.clear()
+            case wire.Provisional(rank, size, loop):
+                self._provisional = ProvisionalPosition(rank, size, loop)
+            case wire.LoopResult(loop):
+                self._loop_results[loop] = message
+            case wire.HostsUpdated(sequence):
+                self._updates_seen = max(self._updates_seen, sequence)
+            case wire.EpochDecision(epoch, stop):
+                self._decisions[epoch] = stop
+            case wire.KvValues(request):
+                self._replies[request] = message
+            case wire.KvGathered(round, name, values):
+                self._gathered[round, name] = values
+
+    def _cut(self, round: int, why: str) -> None:
+        with self._changed:
+            self._cut_round, self._cut_why = max(self._cut_round, round), why
+            callback = self._cut_callback
+            self._changed.notify_all()
+        if callback is not None:
+            callback(round, why)
+
+    def _send_heartbeats(self, interval_s: float) -> None:
+        while True:
+            try:
+                since = self._blocked_since
+                blocked_s = None if since is None else clock.monotonic() - since
+                self._channel.send(wire.WorkerHeartbeat(self._version, blocked_s, self._after_loop, self._begun))
+            except ChannelClosedError:
+                return  # the reader thread ends the process
+            self._beat_now.wait(interval_s)
+            self._beat_now.clear()
+
+    def _send(self, message: wire.Message) -> None:
+        try:
+            self._channel.send(message)
+        except ProtocolError as error:
+            self._on_closed(str(error))
+
+    def _on_closed(self, why: str) -> None:
+        if not self._ending:
+            self._closed(why)
 
 
 _link: WorkerLink | None = None

@@ -222,7 +222,7 @@ class Agent:
         value = json.dumps(["cpu", "", compact(self._own + numbers)])
         rank = world.member(self.worker_id).rank
         self.worker.send(wire.KvGather(world.round, "global", rank, world.size, value))
-        if rank < 2:  # as `ChannelLink.report_version` does
+        if rank < 2:  # as `WorkerLink.report_version` does
             self._worker_beat()
 
     def _worker_beat(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,6 @@ _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
 _BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
-_LONG_LINE = 512  # cells in a line from which on it is cheaper to compute line by line
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 
@@ -124,26 +122,6 @@ class Permutation:
             self._finish(line, column, step, out[start : start + _BLOCK])
         return out
 
-    def span(self, start: int, stop: int) -> Indices:
-        """Return `self[np.arange(start, stop)]`, a little faster."""
-        if self._sorted is not None:
-            return self._sorted[start:stop]
-        columns = len(self._first)
-        if columns < _LONG_LINE:
-            return self[np.arange(start, stop)]
-        out = np.empty(stop - start, np.int64)
-        for begin in range(start, stop, _BLOCK):
-            line, column, step = (row[: min(_BLOCK, stop - begin)] for row in self._scratch)
-            number, first = divmod(begin, columns)
-            filled = 0
-            while filled < len(line):  # along a line the first round needs neither a division nor a look-up
-                length = min(len(line) - filled, columns - first)
-                np.add(self._first[first : first + length], number, out=line[filled : filled + length])
-                column[filled : filled + length] = self._columns[first : first + length]
-                filled, number, first = filled + length, number + 1, 0
-            self._finish(line, column, step, out[begin - start : begin - start + _BLOCK])
-        return out
-
     def _finish(self, line: Indices, column: Indices, step: Indices, out: Indices) -> None:
         """Apply all rounds after the first one."""
         for number, table in enumerate(self._steps):
@@ -160,22 +138,6 @@ class Permutation:
         out[outside] = self[out[outside]]
 
 
-class Order(Protocol):
-    """The order of one epoch's rows, and each rank's part of a global batch.
-
-    A function of (rows, seed, epoch) and of settings that are the same on all ranks, never of the number of ranks. So
-    the state of an epoch is one integer: the position up to which its rows are done.
-    """
-
-    rows: int
-
-    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
-        """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
-
-        The rows of all batches come one batch's after another's, with the number of rows in each batch.
-        """
-
-
 class GlobalOrder:
     """One permutation of all rows. A rank takes a contiguous part of each batch; parts differ by at most one row."""
 
@@ -185,13 +147,15 @@ class GlobalOrder:
         self._permutation = Permutation(rows, derived_key(seed, epoch)) if shuffle else None
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+        """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
+
+        The rows of all batches come one batch's after another's, with the number of rows in each batch.
+        """
         parts = [
             (start + (stop - start) * rank // size, start + (stop - start) * (rank + 1) // size)
             for start, stop in pairwise(edges)
         ]
         counts = [stop - start for start, stop in parts]
-        if size == 1 and self._permutation is not None:
-            return self._permutation.span(edges[0], edges[-1]), counts
         positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
         return positions if self._permutation is None else self._permutation[positions], counts
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from spark_elastic.data.order.permutation import Indices, Permutation, derived_key, make_scratch
+from spark_elastic.data.order.permutation import GlobalOrder, Indices, Permutation, derived_key, make_scratch
 
 _CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
@@ -141,7 +141,7 @@ class WindowedShuffle:
     # --- rows ---------------------------------------------------------------------------------
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
-        """Return a rank's rows of consecutive global batches, see `Order`."""
+        """Return a rank's rows of consecutive global batches, as `GlobalOrder.take`."""
         first, last = self.owned(rank, size)
         if self._owned != (first, last):
             mine = (self._turns >= first) & (self._turns < last)
@@ -186,7 +186,7 @@ class WindowedShuffle:
             window = self._windows.get(stream)
             if window is None or window.number != number:
                 window = self._windows[stream] = self._window(stream, number, start, stop)
-            positions = window.order.span(at - start, until - start)
+            positions = window.order[np.arange(at - start, until - start)]
             out[at - index : until - index] = self._rows_in_window(window, positions)
             at = until
 
@@ -225,3 +225,8 @@ class WindowedShuffle:
         inside = np.flatnonzero((places >= self._short_at) & ~behind)
         rows[inside] = self._chunks.rows * chunk + places[inside] - self._short_at
         return rows
+
+
+Order = GlobalOrder | WindowedShuffle
+"""The order of an epoch's rows, and each rank's part of a global batch: a function of (rows, seed, epoch) and settings,
+never of the number of ranks. So the state of an epoch is one integer: the position up to which its rows are done."""

@@ -22,11 +22,7 @@ _CLOSE_S = 2.0
 class ReachabilityListener:
     """Authenticates the peers that connect to a job's socket, until the driver itself serves it.
 
-    Used as a context manager. The socket stays open.
-
-    Args:
-        listening: The job's socket.
-        key: The job's key, which peers must prove to have.
+    A context manager, which leaves the socket open. Peers must prove to have the job's key.
     """
 
     def __init__(self, listening: socket.socket, key: bytes) -> None:

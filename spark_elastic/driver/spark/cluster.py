@@ -42,12 +42,9 @@ _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| 
 def loss_of(message: str) -> LossCause:
     """Return the cause of a failure that Spark reports, with the remedy where one is known.
 
-    Spark nests its messages three deep (job aborted → task failed → cause) and ends them with a stack trace of the
-    driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is kept, at most
-    500 characters of it.
-
-    Args:
-        message: A Java exception's message or stack trace, or a task's error message from Spark's status store.
+    The message is a Java exception's, with its stack trace, or a task's from Spark's status store. Spark nests messages
+    three deep (job aborted → task failed → cause). The patterns above were taken from pyspark 3.5 to 4.3; of an unknown
+    message the first line is kept, at most 500 characters of it.
     """
     message = message.strip()
     if lost := _EXECUTOR_LOST.search(message):
@@ -171,11 +168,7 @@ def _java_message(error: Exception) -> str | None:
 
 
 def jvm_context(sc: SparkContext) -> Any:
-    """Return the Scala SparkContext.
-
-    Raises:
-        RuntimeError: `sc` was stopped.
-    """
+    """Return the Scala SparkContext. Raise RuntimeError if `sc` was stopped."""
     java_context = sc._jsc
     if java_context is None:
         raise RuntimeError(STOPPED)
@@ -284,11 +277,7 @@ def count_slots(sc: SparkContext) -> SlotCount:
 
 
 def slots_now(context: Any) -> int:
-    """Return the slots of all active executors: without those that are lost, removed or decommissioned.
-
-    Args:
-        context: See `jvm_context`.
-    """
+    """Return the slots of all active executors: without those that are lost, removed or decommissioned."""
     return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
 
 

@@ -72,8 +72,7 @@ class SlotJobs:
     def open(self, source_context: SparkContext) -> bool:
         """Begin to listen. Returns False if the JVM cannot: then only `is_over` tells that a job has ended.
 
-        Args:
-            source_context: What the tasks take their environment variables from.
+        The tasks take their environment variables from `source_context`.
         """
         jvm: Any = self._sc._jvm
         if self._source is None:
@@ -110,13 +109,9 @@ class SlotJobs:
         return rdd._jrdd, rdd._jrdd_deserializer
 
     def submit(self, rdd: Any, deserializer: Any, group: str, description: str) -> SlotJob:
-        """Start the job that collects a JavaRDD of one partition; returns at once.
+        """Start the job that collects a JavaRDD of one partition, from `rdd_of`; returns at once.
 
-        Args:
-            rdd: See `rdd_of`.
-            deserializer: See `rdd_of`.
-            group: Spark's job group.
-            description: The job's and its stage's name in Spark's UI.
+        `group` is Spark's job group, `description` the name of the job and its stage in Spark's UI.
         """
         properties = {
             "spark.jobGroup.id": group,

@@ -12,7 +12,8 @@ from pyspark.sql import functions as F
 from spark_elastic.data.catalog import DATASETS, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
-from spark_elastic.data.store import PROBE, Store
+from spark_elastic.data.shared_store import PROBE, check_shared
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from tests.integration.clusters import local_cluster
 from tests.integration.data.conftest import Rows
@@ -76,7 +77,7 @@ def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, sto
 
 
 def test_shared_store_passes_the_check(cluster, store):
-    store.check_shared(cluster.spark)
+    check_shared(store, cluster.sc)
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
     assert store.list(DATASETS) == []
 

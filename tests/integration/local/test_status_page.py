@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidSettingsError, UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.job_status import StatusModel, Totals, WorkerStatus
+from spark_elastic.reporting.job_status import JobStatus, StatusModel, WorkerStatus
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded
 from tests.integration.browser import chromium, errors, set_screen
@@ -144,7 +144,7 @@ def huge(now: float) -> Any:
     for each in workers:
         model.observe(seen.WorkerAlive(each.worker, StateVersion(1, 5)), now)
     lost = [MembershipChange(time.time() - 800 + n, "lost", f"executor {n}", "x" * 300, 1000, 999) for n in range(700)]
-    return model.document(Totals("running", 3, 1000, 0, 700, 2, 10), workers, lost, now, time.time())
+    return model.document(JobStatus("running", 3, 1000, 10, "", 1000, 0, 700, 2), workers, lost, now, time.time())
 
 
 @pytest.mark.parametrize("width", [400, 1400])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data.order.permutation import GlobalOrder
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings
 from spark_elastic.data.prefetch import ReadAhead
-from spark_elastic.data.rows import Numbering
 
-NUMBERING = Numbering([400], 1)
+ROWS = 400
 
 
 class Recording:
@@ -52,7 +50,7 @@ class Recording:
 )
 def test_requested_rows_are_local_when_gathered_and_released_after_two_windows(rows, lanes, turn, size, position):
     order, source = WindowedShuffle(rows, 1, 1, lanes), Recording()
-    ahead = ReadAhead(source, NUMBERING)
+    ahead = ReadAhead(source, ROWS)
     for start in range(position, rows, turn):
         stop = min(rows, start + turn)
         ahead.prepare(order, start, stop, 0, size)
@@ -67,7 +65,7 @@ def test_requested_rows_are_local_when_gathered_and_released_after_two_windows(r
 def test_new_epoch_or_world_releases_the_old_windows():
     lanes = WindowSettings(4, 5, 20)
     source = Recording()
-    ahead = ReadAhead(source, NUMBERING)
+    ahead = ReadAhead(source, ROWS)
     for epoch, rank, size in ((0, 0, 1), (1, 0, 1), (1, 1, 2)):
         order = WindowedShuffle(400, 0, epoch, lanes)
         ahead.prepare(order, 40, 60, rank, size)
@@ -76,15 +74,14 @@ def test_new_epoch_or_world_releases_the_old_windows():
         assert all(wanted <= mine for wanted in source.open.values())
 
 
-@given(shard_rows=st.lists(st.integers(0, 40), min_size=1, max_size=4), turn=st.integers(1, 30), run=st.integers(1, 9))
-def test_rows_in_file_order_are_requested_a_few_parts_at_a_time(shard_rows, turn, run):
-    numbering = Numbering(shard_rows, run)
-    order, source = GlobalOrder(numbering.rows, 0, 0, shuffle=False), Recording()
-    ahead = ReadAhead(source, numbering, part_rows=20)
-    for start in range(0, numbering.rows, turn):
-        stop = min(numbering.rows, start + turn)
+@given(rows=st.integers(0, 160), turn=st.integers(1, 30))
+def test_rows_in_file_order_are_requested_a_few_parts_at_a_time(rows, turn):
+    order, source = GlobalOrder(rows, 0, 0, shuffle=False), Recording()
+    ahead = ReadAhead(source, rows, part_rows=20)
+    for start in range(0, rows, turn):
+        stop = min(rows, start + turn)
         ahead.prepare(order, start, stop, 0, 1)
-        assert set(numbering.in_file_order(np.arange(start, stop)).tolist()) <= source.there
+        assert set(range(start, stop)) <= source.there
     assert source.all == 0
     assert source.most <= turn + 5 * 20
     ahead.release_all()
@@ -93,7 +90,7 @@ def test_rows_in_file_order_are_requested_a_few_parts_at_a_time(shard_rows, turn
 
 def test_permutation_preloads_everything_once():
     source = Recording()
-    ahead, order = ReadAhead(source, NUMBERING), GlobalOrder(100, 0, 0)
+    ahead, order = ReadAhead(source, ROWS), GlobalOrder(100, 0, 0)
     for start in (0, 10):
         ahead.prepare(order, start, start + 10, 0, 1)
     assert (source.all, source.open) == (1, {})
@@ -101,5 +98,5 @@ def test_permutation_preloads_everything_once():
 
 def test_small_dataset_is_preloaded_for_any_order():
     source = Recording(preload_always=True)
-    ReadAhead(source, NUMBERING).prepare(WindowedShuffle(100, 0, 0, WindowSettings(4, 5, 20)), 0, 10, 0, 1)
+    ReadAhead(source, ROWS).prepare(WindowedShuffle(100, 0, 0, WindowSettings(4, 5, 20)), 0, 10, 0, 1)
     assert (source.all, source.open) == (1, {})

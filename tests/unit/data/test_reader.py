@@ -15,10 +15,11 @@ from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.reader import BatchReader, resolve_order
 from spark_elastic.data.rows import Sidecars
 from spark_elastic.errors import DatasetError, InvalidSettingsError
+from tests.integration.processes import wait_until
 from tests.leftovers import nothing_left
 from tests.unit.data.datasets import labels, numbered
 
-# 24 bytes a row: 512 rows fill whole pages, so shards of these sizes join in memory, or leave a few rows over
+# 24 bytes a row: 512 rows fill whole pages
 SHARD_ROWS = st.lists(st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1500]), max_size=4)
 ORDERS = st.sampled_from(
     [{"order": "global"}, {"shuffle": False}, {"order": "lanes", "lanes": WindowSettings(5, 7, 60)}]
@@ -267,10 +268,9 @@ def test_values_of_variable_length_count_as_bytes_that_are_gathered_ahead(tmp_pa
             epoch = reader.epoch(0)
             next(epoch)
             (groups,) = reader._running
-            with groups._changed:
-                assert groups._changed.wait_for(lambda: len(groups._items) == groups._depth, 30)
+            wait_until(lambda: groups._ready.qsize() == (2 if batch < 8192 else 1), 30, "groups are ahead")
+            assert not groups._room.acquire(blocking=False), "and no more of them"
             assert sum(gathered) <= most
-            assert (batch < 8192) == (groups._depth == 2)
 
 
 def maps_of(folder):

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from spark_elastic.data import remote_cache
-from spark_elastic.data import rows as mapping
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
@@ -69,7 +68,7 @@ def remote(folder):
 
 def opened(dataset, cache, limit=None, least=0):
     shards = dataset.manifest.splits["train"]
-    numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
+    numbering = Numbering([shard.rows for shard in shards])
     return CachedSplit(
         dataset.store, dataset.manifest, "train", numbering, dataset.layout.has_sidecar, cache, limit, least
     )
@@ -106,8 +105,7 @@ def test_sidecars_are_fetched_with_the_rows_that_refer_to_them(tmp_path):
     assert seen == dict(enumerate(values["text"]))
 
 
-def test_fetched_sidecars_are_read_without_a_mapped_range(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapping, "can_map", lambda: False)
+def test_fetched_sidecars_have_values_of_all_kinds(tmp_path):
     rows = 500
     sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
     values = {"id": np.arange(rows), "text": [f"{row:0{row % 9}d}" for row in range(rows)], "sparse": sparse}

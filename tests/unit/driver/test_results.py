@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.elastic_driver import WorkerResults
 from spark_elastic.driver.launcher import LaunchEnd
-from spark_elastic.driver.peers import LoopResults
+from spark_elastic.driver.results import LoopResults, WorkerResults
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome

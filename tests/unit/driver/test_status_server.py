@@ -17,7 +17,7 @@ from spark_elastic.driver import status_server
 from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token, page
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.membership.timeline import JobEnded
-from spark_elastic.reporting.job_status import StatusModel, Totals
+from spark_elastic.reporting.job_status import JobStatus, StatusModel
 from spark_elastic.settings import ElasticSettings
 from tests.integration.processes import wait_until
 from tests.leftovers import Before
@@ -35,7 +35,7 @@ def model() -> StatusModel:
 @pytest.fixture
 def server(model: StatusModel) -> Iterator[StatusServer]:
     def document() -> Any:
-        return model.document(Totals("running", 1, 2, 0, 0, 0, 10), [], [], time.monotonic(), time.time())
+        return model.document(JobStatus("running", 1, 2, 10, "", 2), [], [], time.monotonic(), time.time())
 
     before = Before()
     made = StatusServer(listen_for_pages("127.0.0.1", 0), "127.0.0.1", TOKEN, document)

@@ -18,8 +18,8 @@ from spark_elastic.reporting.job_status import (
     MOST_EVENTS,
     MOST_HOSTS,
     MOST_SIZES,
+    JobStatus,
     StatusModel,
-    Totals,
     WorkerStatus,
     thin_epochs,
 )
@@ -29,7 +29,7 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from tests.unit.reporting.exposition import read
 
 HOSTILE = '<script>alert("x")</script>\\ \n\x07"}'
-TOTALS = Totals("running", 1, 2, 0, 0, 0, 10)
+TOTALS = JobStatus("running", 1, 2, 10, "", 2)
 WALL = 1_000_000.0
 
 
@@ -41,7 +41,7 @@ def worker(number: int, host: str = "a", rank: int | None = None, state: str = "
     return WorkerStatus(number, host, f"e{number}", rank, state, None)
 
 
-def document(made: StatusModel, now: float, workers: Any = (), changes: Any = (), totals: Totals = TOTALS) -> Any:
+def document(made: StatusModel, now: float, workers: Any = (), changes: Any = (), totals: JobStatus = TOTALS) -> Any:
     found = made.document(totals, workers, changes, now, WALL + now)
     return json.loads(json.dumps(found, allow_nan=False))
 
@@ -199,7 +199,7 @@ def test_steps_lost_are_not_known_of_a_function_that_started_again() -> None:
 
 
 def test_metrics_of_a_job_that_has_not_started_leave_out_what_is_not_known() -> None:
-    found = read(metrics_text(document(model(), 0.0, totals=Totals("created", 0, 0, 0, 0, 0, None))))
+    found = read(metrics_text(document(model(), 0.0, totals=JobStatus("created", 0, 0, None, ""))))
     assert "spark_elastic_steps" not in found
     assert "spark_elastic_wait_left_seconds" not in found
     assert list(found["spark_elastic_workers"].samples.values()) == [0]

@@ -181,7 +181,7 @@ def test_end_that_the_worker_does_not_announce_is_reported(tmp_path, end, code):
 
 
 def test_worker_that_ends_itself_reports_nothing_beforehand(tmp_path):
-    module = "from spark_elastic.task.driver_client import exit_now\nexit_now(5)\n"
+    module = "from spark_elastic.task.reaper import exit_now\nexit_now(5)\n"
     assert ending(tmp_path, module) == ([], 5)
 
 
@@ -196,7 +196,7 @@ subprocess.run([sys.executable, "-c", ""])
 thread = threading.Thread(target=print)
 thread.start()
 thread.join()
-from spark_elastic.task.driver_client import exit_now
+from spark_elastic.task.reaper import exit_now
 exit_now(0)
 """
     assert ending(tmp_path, module) == ([], 0)
@@ -222,8 +222,8 @@ def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeyp
 
 def test_long_line_is_cut_between_two_characters():
     lines = []
-    process = SimpleNamespace(_partial={"stdout": bytearray()}, _observer=SimpleNamespace())
-    process._observer.output = lambda process, stream, new: lines.extend(new)
+    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace())
+    process._agent.output = lambda process, stream, new: lines.extend(new)
     bar = "█" * 50_000  # three bytes each
     data = bar.encode() + b"\n"
     for at in range(0, len(data), 4096):

@@ -95,7 +95,7 @@ def test_unshared_storage_is_refused_before_the_training(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: Elsewhere())
-    monkeypatch.setattr("spark_elastic.data.spark_python.check_executors", lambda context: None)
+    monkeypatch.setattr("spark_elastic.data.shared_store.check_executors", lambda context: None)
     made = estimator(run_options={}, **{setting: str(tmp_path / "place")})
     with pytest.raises(StoreError, match=f"do not share {tmp_path}/place.*: there does not see"):
         made.from_dataset_path(make_set(tmp_path / "set"))

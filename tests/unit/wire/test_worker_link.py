@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
-from spark_elastic.task.driver_client import ChannelLink
 from spark_elastic.wire.messages import WorldAssigned
+from spark_elastic.wire.worker_link import WorkerLink
 
 HELD = StateVersion(steps=7)
 
@@ -18,16 +18,16 @@ class Channel:
         pass
 
 
-def in_a_world_of_four(rank: int, version: StateVersion | None) -> ChannelLink:
+def in_a_world_of_four(rank: int, version: StateVersion | None) -> WorkerLink:
     """The link of the worker of that rank, which has joined a world with that version of its state."""
     members = tuple(Member(10 + r, Place("127.0.0.1", str(r), r), r, r, 4, 0, 1) for r in range(4))
-    link = ChannelLink(10 + rank, Channel(), b"key")
+    link = WorkerLink(10 + rank, Channel(), b"key", lambda why: None)
     link._on_message(WorldAssigned(World(1, members, 0, HELD, False), ("127.0.0.1",) * 4))
     link.join(0, version)
     return link
 
 
-def reports_at_once(link: ChannelLink, version: StateVersion) -> bool:
+def reports_at_once(link: WorkerLink, version: StateVersion) -> bool:
     link._beat_now.clear()
     link.report_version(version)
     return link._beat_now.is_set()

@@ -1,0 +1,99 @@
+"""Whether the executors and the driver see each other's files in a store: a short Spark job finds out."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from spark_elastic.data.spark_connect import application_of, is_connect, is_local_master, runs_locally
+from spark_elastic.data.spark_jobs import named
+from spark_elastic.data.spark_python import check_executors
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+
+PROBE = "probe-"  # starts the name of the folder that a check makes in a store for a moment
+_shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores that were found to be shared
+
+
+def ensure_shared(store: Store, context: Any) -> None:
+    """Run `check_shared`, once per application and store. The context is a SparkContext or a Connect session."""
+    about = (application_of(context), store.address)
+    if about not in _shared:
+        check_executors(context)
+        check_shared(store, context)
+        _shared.add(about)
+
+
+def check_shared(store: Store, context: Any) -> None:
+    """Check that the executors and the driver see each other's files in a store, with a short job.
+
+    The driver writes a token, each task reads it and writes its own file, and the driver looks for these files. The job
+    has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
+
+    Raises:
+        StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
+    """
+    token = uuid.uuid4().hex
+    folder = f"{PROBE}{token}"
+
+    def probe(index: int, _rows: Iterator[Any]) -> Iterator[tuple[str, str, str]]:
+        file = f"executor-{index}"
+        problem = ""
+        try:
+            if store.read_bytes(f"{folder}/driver") != token.encode():
+                problem = "reads another file in its place"
+            else:
+                store.write_bytes(f"{folder}/{file}", token.encode())
+        except FileNotFoundError:
+            problem = "does not see the driver's file"
+        except Exception as error:  # each filesystem has its own exceptions
+            problem = f"cannot use it ({type(error).__name__}: {error})"
+        yield socket.gethostname(), file, problem
+
+    try:
+        store.write_bytes(f"{folder}/driver", token.encode())
+    except Exception as error:  # each filesystem has its own exceptions
+        raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
+    try:
+        if is_connect(context):
+            if store.is_local and runs_locally(context):
+                return
+            answers = _answers_on_connect(context, probe)
+        else:
+            if store.is_local and is_local_master(context.master):
+                return  # driver and executors are one process
+            tasks = context.defaultParallelism
+            rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
+            with named(context, f"spark_elastic: check that all executors see {store.url}"):
+                answers = context.runJob(rows, list)
+        problems = {host: problem for host, _, problem in answers if problem}
+        for host, file, problem in answers:
+            if not problem and not store.exists(f"{folder}/{file}"):
+                problems[host] = "wrote a file that the driver does not see"
+        if problems:
+            listed = "; ".join(f"{host} {problem}" for host, problem in sorted(problems.items()))
+            raise StoreError(
+                f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {listed}. Name "
+                "a store that all of them see: store= a mounted folder (NFS, /dbfs, /Volumes) or an hdfs://, "
+                "s3://, gs:// or abfs:// URI",
+                url=store.url,
+            )
+    finally:
+        store.delete(folder)
+
+
+def _answers_on_connect(session: Any, probe: Callable[[int, Iterator[Any]], Iterator[tuple[str, str, str]]]) -> Any:
+    def task(batches: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        for answer in probe(context.partitionId() if context is not None else 0, iter(())):
+            yield pa.RecordBatch.from_arrays([pa.array([each]) for each in answer], ["host", "file", "problem"])
+
+    # without a number of partitions there is one for each slot
+    return session.range(0, 1 << 20).mapInArrow(task, "host string, file string, problem string").collect()
