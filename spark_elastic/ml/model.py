@@ -18,18 +18,9 @@ from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typ
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
 from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import (
-    BY_CLASS,
-    AddedColumn,
-    OutputShape,
-    SavedPredictor,
-    Serving,
-    rule_of_shape,
-    spark_type,
-    suits,
-    tensors_for,
-)
+from spark_elastic.ml.serving import Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
 from spark_elastic.wire.pickling import dumps
@@ -171,8 +162,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     # --- for frameworks ---------------------------------------------------------------------------
 
-    def _saved_predictor(self) -> SavedPredictor:
-        """Return the model in the form that is sent to executors."""
+    def _saved_predictor(self) -> Any:
+        """Return the object that is sent to executors, whose `load()` returns a `Predictor`."""
         raise NotImplementedError
 
     def _batch_size(self) -> int:

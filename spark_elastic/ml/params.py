@@ -204,6 +204,11 @@ def anything(name: str, value: Any) -> Any:
     return value
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return the entries of a setting of which a single one may be given without a list; [] for None."""
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or type(value).__name__ in ("ndarray", "Size")
 

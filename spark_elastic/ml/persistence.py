@@ -31,6 +31,7 @@ from spark_elastic.data.manifest import names_in, typed, whole_number
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.ml.params import as_list
 from spark_elastic.ml.saved_folder import saved_folder
 from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
 from spark_elastic.redaction import without_secrets
@@ -290,7 +291,7 @@ def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], li
 
 def _without_driver_callbacks(instance: Any, given: Any) -> Any:
     """Return the callbacks that run in workers. Those on the driver hold connections and are not saved."""
-    listed = list(given) if isinstance(given, (list, tuple)) else [given]
+    listed = as_list(given)
     kept = [each for each in listed if not isinstance(each, DriverCallback)]
     if len(kept) == len(listed):
         return given

@@ -11,7 +11,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
-    from spark_elastic.reporting.history import History
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -137,41 +135,6 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
     return removed
 
 
-@dataclass(frozen=True)
-class TrainedRun:
-    """The results of a training's job, and the files that its workers wrote.
-
-    Attributes:
-        unsaved: Files by name that could not be written to the run's folder and came with the results.
-        stopped: Why the training ended before the last epoch; "" if it did not.
-    """
-
-    run: Store
-    history: History
-    events: tuple[Mapping[str, Any], ...]
-    unsaved: Mapping[str, bytes]
-    stopped: str = ""
-
-    def read(self, name: str) -> bytes:
-        """Return a file from the run's folder, or from the results. Raises `StoreError` if the driver cannot see it."""
-        if name in self.unsaved:
-            log.warning(
-                "%s could not be written to %s and came with the results of the job: the model that fit returns is "
-                "the only copy, save it with model.save(path)",
-                name,
-                self.run.url,
-            )
-            return self.unsaved[name]
-        try:
-            return self.run.read_bytes(name)
-        except OSError as error:
-            raise StoreError(
-                f"the workers wrote the trained model to {self.run.url}, but the driver cannot read it there "
-                f"({error}); set store, or checkpoint_dir, to a place that driver and executors share",
-                url=self.run.url,
-            ) from error
-
-
 class RunFolders(ClusterParams, CheckpointParams, StorageParams):
     """The part of an estimator that deals with `checkpoint_dir`, `run_id` and `resume`."""
 
@@ -239,15 +202,15 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 run.delete_unfinished()  # of drivers that were killed as they wrote
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
                     clear(run, held)
-                resume_from = self._latest_checkpoint(run)
-                if resume_from is not None:
+                latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
+                if latest is not None:
                     self._check_identity(run, identity)
                 else:
                     text = json.dumps(identity, indent=1).encode()
                     run.write_bytes(_IDENTITY_FILE, text, check=held.check)
             except OSError as error:
                 raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-            yield run, resume_from
+            yield run, None if latest is None else latest.name
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
@@ -283,10 +246,6 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 f"{found.get(name)!r:.80} and is {identity.get(name)!r:.80} now. Choose another run_id, or set "
                 "resume=False to replace them"
             )
-
-    def _latest_checkpoint(self, run: Store) -> str | None:
-        found = Checkpoints(run.sub(CHECKPOINTS)).latest()
-        return None if found is None else found.name
 
 
 def clear(run: Store, lease: RunLease) -> None:
