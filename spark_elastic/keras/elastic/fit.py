@@ -20,7 +20,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.batches import Indices, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_arguments import check_arguments, check_steps, with_class_weight
 from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
@@ -222,14 +222,14 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._class_weight: Mapping[int, float] | None = None
         self._weighted = self._arrays
         """The arrays with the class weights of the present `fit`."""
-        self._mine = DealtRows(np.empty(0, np.int64), np.zeros(1, np.int64))
+        self._mine: list[Indices] = []
         self._batches: TensorFlowBatches | None = None
         self._trained_next()
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def rows_left(self) -> DealtRows:
+    def rows_left(self) -> list[Indices]:
         """Return this member's rows of each remaining batch of the state's epoch."""
         return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
 
@@ -240,7 +240,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         session.no_batch = self._no_batch
         session.global_batch = self.batch_rows
 
-    def _dealt(self, epoch: int, batches: range) -> DealtRows:
+    def _dealt(self, epoch: int, batches: range) -> list[Indices]:
         position = process.require()
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
         return deal(order, batches, self.num_batches, position.rank, position.size)

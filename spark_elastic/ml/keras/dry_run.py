@@ -26,7 +26,7 @@ from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_argume
 from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT, split_evenly
 from spark_elastic.ml.training import dry_run as common
-from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
+from spark_elastic.ml.training.dry_run import DryRunResult, user_code
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
@@ -49,7 +49,7 @@ def dry_run(
     common.check_order(training)
     training = common.round_trip_pickle(training)
     batch = first_rows(training, common.ROWS)
-    with UserCodeContext("the model, its loss and its metrics", batch.rows, batch.tensors):
+    with user_code("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepare(training)
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
@@ -126,7 +126,7 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
 
     (arrays,) = ready.feeder.arrays(batch, parts=1)
-    with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
+    with user_code("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
         mean(parts_of(1), [1.0] * shares.terms)
         if len(names) > shares.terms or _has_own_losses(ready):
             a_row = sum(each.nbytes for each in arrays) // rows + 4 * ready.model.count_params()
@@ -225,7 +225,7 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
     optimizer, metrics = ready.model.optimizer, ready.metrics
-    with UserCodeContext("the model and its loss", batch.rows, dict(zip(ready.feeder.names, tensors, strict=True))):
+    with user_code("the model and its loss", batch.rows, dict(zip(ready.feeder.names, tensors, strict=True))):
         metrics.reset()
         with GradientRecord(optimizer, tf.constant(1.0, tf.float64)) as record:
             logs = ready.model.train_step(ready.feeder.structure(tensors))

@@ -293,7 +293,7 @@ def assemble(training: KerasTraining) -> Trainer:
     check_one_best(callbacks)
     best = training.model.load() if any(callback.restores_best for callback in callbacks) else None
     engine = KerasEngine(training, ready, best, KerasCallbacks(callbacks, ready.model))
-    checkpoints = CheckpointSchedule(training, engine, callbacks, ready.metrics.names)
+    checkpoints = CheckpointSchedule(training, engine, callbacks)
 
     def handler_of(value: Any) -> StateHandler | None:
         return handler_for(value, lambda: {"model": engine.model})

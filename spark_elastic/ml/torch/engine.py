@@ -115,11 +115,7 @@ class TorchEngine(Engine):
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
     def _check_frozen(self) -> None:
-        """Raise InvalidSettingsError if a parameter was frozen or unfrozen during the training.
-
-        The parameters to reduce were agreed on at the start. A parameter that is unfrozen on some workers would get a
-        gradient that differs between them.
-        """
+        """Raise InvalidSettingsError if a parameter was frozen or unfrozen: those to reduce were agreed on before."""
         for name, param, before in self._named:
             if param.requires_grad != before:
                 raise InvalidSettingsError(
@@ -132,9 +128,8 @@ class TorchEngine(Engine):
     def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Run forward and backward over the parts of a batch, and reduce the gradients.
 
-        Returns:
-            The sums of losses and metrics over all workers followed by the number of workers that ask to stop, float64,
-            and the metric states that were gathered.
+        Returns the sums of losses and metrics over all workers followed by the number of workers that ask to stop,
+        float64, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -316,17 +311,16 @@ class GradientHooks:
         for param, *_ in self._hooks:
             _set_hooks(param, None, None)
 
-    def __bool__(self) -> bool:
-        return bool(self._hooks)
-
     @torch.no_grad()
     def call(self) -> None:
         """Call the hooks of all parameters that have a gradient, in the order of torch."""
         for param, of_gradient, of_param in self._hooks:
-            for hook in list(of_gradient.values()) if param.grad is not None else ():
+            if param.grad is None:
+                continue
+            for hook in list(of_gradient.values()):
                 changed = hook(param.grad)
                 param.grad = param.grad if changed is None else changed
-            for hook in list(of_param.values()) if param.grad is not None else ():
+            for hook in list(of_param.values()):
                 hook(param)
 
     def put_back(self) -> None:

@@ -141,8 +141,7 @@ def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
 def label_dtype(loss: Any) -> str | None:
     """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
 
-    Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and regression labels may be integers.
-    Only the loss tells the two apart.
+    Spark ML's own stages give class numbers as doubles, and regression labels may be integers.
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
@@ -181,8 +180,7 @@ class LossTerm:
     def shaped(self, label: torch.Tensor, output: torch.Tensor, at: int) -> torch.Tensor:
         """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it.
 
-        Raises DataError if the shapes differ by more than a last axis of 1: torch would broadcast, or compare other
-        pairs.
+        Raises DataError if the shapes differ by more than a last axis of 1: torch would compare other pairs.
         """
         if self.own or not isinstance(output, torch.Tensor):
             return label
@@ -207,10 +205,7 @@ class LossTerm:
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
     ) -> tuple[torch.Tensor, float]:
-        """Return the sum of the loss over the rows, and its denominator; raise DataError for values of a wrong shape.
-
-        The denominator is that of the mean without sample weights: the number of rows, but for a loss with its own.
-        """
+        """Return the sum of the loss over the rows, and the denominator of its mean without sample weights."""
         total, count = summed(self.name, self._loss(output, label), rows, weights, adds=self._adds)
         if not self.counted:
             return total, count
@@ -220,10 +215,9 @@ class LossTerm:
 
 
 class Objective:
-    """The losses of a training and their weights; see `TorchTraining` for the settings.
+    """The losses of a training and their weights, for a number of labels and perhaps sample weights.
 
-    `labels` is the number of labels; `weighted` says that there are sample weights. Raises InvalidSettingsError if the
-    numbers of losses, weights and labels do not match.
+    Raises InvalidSettingsError if the numbers of losses, weights and labels do not match.
     """
 
     def __init__(

@@ -24,12 +24,8 @@ def train(training: TorchTraining) -> TrainingResult:
     """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
     Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
-    `spec.MODEL_FILE`.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-        CheckpointError: `resume_from` cannot be used.
+    `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with the data,
+    and `CheckpointError` if `resume_from` cannot be used.
     """
     adopt(training.config)
     hvd.init()
@@ -44,7 +40,7 @@ def assemble(training: TorchTraining) -> Trainer:
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
     engine = kind(training, any(callback.restores_best for callback in callbacks))
-    checkpoints = CheckpointSchedule(training, engine, callbacks, engine.metrics.names)
+    checkpoints = CheckpointSchedule(training, engine, callbacks)
     values = {
         "model": engine.model,
         "optimizer": engine.optimizer,

@@ -31,11 +31,6 @@ class MetricAccumulator(ABC):
 
     The vectors of batches, workers and worlds are added up, so each row counts once. A framework decides what the
     numbers are; `loss_positions` and `rows_position` say where to find those that every training has.
-
-    Attributes:
-        names: The names of the metrics; a checkpoint is resumed only by a training with the same names.
-        loss_positions: The positions of the losses' sums.
-        rows_position: The position of the number of rows.
     """
 
     loss_positions: Sequence[int] = ()
@@ -43,7 +38,8 @@ class MetricAccumulator(ABC):
 
     @property
     @abstractmethod
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """The names of the metrics; a checkpoint is resumed only by a training with the same names."""
 
     @abstractmethod
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
@@ -108,14 +104,8 @@ class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
     A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
-    has the attributes `start` and `stop` of the reader's batch.
-
-    Args:
-        training: The settings.
-        model: The framework's model, for callbacks.
-        optimizer: The framework's optimizer, for callbacks.
-        best: A copy of the model for the weights of the best epoch; None: no callback restores them.
-        metrics: The losses and metrics.
+    has the attributes `start` and `stop` of the reader's batch. `best` is a copy of the model for the weights of the
+    best epoch; None: no callback restores them.
     """
 
     updating: bool = False
@@ -180,11 +170,7 @@ class Engine(ABC):
         """Measure this worker's rows of batches that all workers measure. The sums are a new vector."""
 
     def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
-        """Measure the rows of all workers; return their sums added to `before`, and their metric states.
-
-        Raises:
-            HorovodInternalError: A collective failed.
-        """
+        """Measure the rows of all workers; return their sums added to `before`, and their metric states."""
         sums, pieces = self.measure(batches)
         global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
         return add_sums(before, global_sums), gather_pieces(pieces) if self.gathers else ()
@@ -194,11 +180,7 @@ class Engine(ABC):
         return {}
 
     def check_conditions(self, then: Mapping[str, Any]) -> None:  # noqa: B027 (nothing depends on it by default)
-        """Compare with the conditions that a checkpoint was written in, before the training resumes from it.
-
-        Raises:
-            CheckpointError: The result would be another one.
-        """
+        """Raise CheckpointError if a training that resumes with other conditions would have another result."""
 
     @abstractmethod
     def share_buffers(self) -> None:
@@ -299,12 +281,6 @@ def threads_for(requested: int | None, cores: int, workers: int) -> int:
 
 def first_rows(training: Training, rows: int) -> Batch:
     """Read the first rows of the training dataset, in the order of its files."""
-    with training.dataset.reader(
-        "train",
-        batch_size=rows,
-        shuffle=False,
-        prefetch=0,
-        cache_dir=training.cache_dir,
-        cache_bytes=training.cache_bytes,
-    ) as reader:
+    cache: dict[str, Any] = {"cache_dir": training.cache_dir, "cache_bytes": training.cache_bytes}
+    with training.dataset.reader("train", batch_size=rows, shuffle=False, prefetch=0, **cache) as reader:
         return next(iter(reader.epoch(0)))

@@ -106,18 +106,14 @@ class Reporter:
     def __init__(self, run: RunView, link: WorkerLink) -> None:
         self._run = run
         self._link = link
-        self._reported_epochs = 0
-        """Rows of the history that were reported, or were there before."""
+        self._reported_epochs = 0  # or there before
         self._serial = -1
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spark_elastic-report", daemon=True)
 
     @classmethod
     def of(cls, run: RunView) -> Reporter | None:
-        """Return the reporter of a training; None if no driver is connected.
-
-        A silent training reports too: its status page shows what is not printed.
-        """
+        """Return the reporter of a training, also of a silent one, which has a status page; None without a driver."""
         link = worker_link.current()
         return None if link is None else cls(run, link)
 
@@ -195,11 +191,7 @@ class EpochRows:
             self._sent = len(history)
 
     def ended(self, row: Row) -> str:
-        """Send the row of the epoch that ends. Returns the reason to end the training after it, or "".
-
-        Raises:
-            HorovodInternalError: The world was broken meanwhile.
-        """
+        """Send the row of the epoch that ends. Returns the reason to end the training after it, or ""."""
         if self._run.rank != 0:
             return ""
         epoch = int(row["epoch"])

@@ -47,19 +47,14 @@ NOTIFY_INTERVAL_S = 30.0
 
 
 class CheckpointSchedule:
-    """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background.
+    """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background."""
 
-    `metrics` are the names of the metrics; a training that resumes from these checkpoints must have the same.
-    """
-
-    def __init__(
-        self, training: Training, engine: Engine, callbacks: Sequence[Callback], metrics: Sequence[str]
-    ) -> None:
+    def __init__(self, training: Training, engine: Engine, callbacks: Sequence[Callback]) -> None:
         self._training = training
         self._engine = engine
         self._callbacks = callbacks
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
-        self._settings = _settings_to_match(training, metrics)
+        self._settings = _settings_to_match(training, engine.metrics.names)
         self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
         self.writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
         self.begin()
@@ -109,7 +104,7 @@ class CheckpointSchedule:
         if self._training.resume_from is None or loops.kept(loops.entered + 1) is not None:
             return Progress()  # in a further call of the function, the state of the one before is taken over
         try:
-            return self._reopened(self._restore(self._training.resume_from))
+            at = self._restore(self._training.resume_from)
         except CheckpointError as error:
             # A worker that joins a running world gets the state from the others, so it needs no checkpoint. But if the
             # others are lost before their first step, nobody has a state, and the error counts.
@@ -117,6 +112,13 @@ class CheckpointSchedule:
                 raise
             log.info("%s; the state comes from the other workers", error)
             return Progress()
+        # A training that had finished continues if there are more epochs now; one that has done them all finishes.
+        epochs = self._training.epochs
+        if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
+            return replace(at, phase=TrainingPhase.TRAIN)
+        if at.phase is TrainingPhase.TRAIN and at.position == 0 and at.epoch >= epochs:
+            return replace(at, phase=TrainingPhase.FINISH)
+        return at
 
     def _restore(self, name: str) -> Progress:
         contents = self.checkpoints.load(name)
@@ -135,18 +137,6 @@ class CheckpointSchedule:
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"checkpoint {name} is of another model or optimizer: {error}") from error
         load_callback_states(self._callbacks, contents.document["callbacks"])
-        return at
-
-    def _reopened(self, at: Progress) -> Progress:
-        """Return the progress adapted to the present number of epochs.
-
-        A training that had finished continues if there are more epochs now; one that has done them all finishes.
-        """
-        epochs = self._training.epochs
-        if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
-            return replace(at, phase=TrainingPhase.TRAIN)
-        if at.phase is TrainingPhase.TRAIN and at.position == 0 and at.epoch >= epochs:
-            return replace(at, phase=TrainingPhase.FINISH)
         return at
 
 
@@ -218,15 +208,13 @@ def save_timeout_s(environment: Mapping[str, str]) -> float:
 class ResultWriter:
     """Writes the result of a training on its own thread, with retries: hours of work must survive a storage failure.
 
-    Files that could not be written within the timeout are in `unsaved`.
+    Files that could not be written within `timeout_s` are in `unsaved`. A write that does not return is given up after
+    twice that time.
 
     Args:
         make_files: Returns the files by name, in the order in which they are written.
         before: Called before the first file is written.
         check: Raises `RunTakenError` if this process must not write any more; that is not retried.
-        notify: Shows a message to people.
-        timeout_s: Time after which a file is given up. A write that does not return is given up after twice the time.
-        wait: Sleeps for the given seconds; returns True at once if the writer is being closed.
     """
 
     def __init__(

@@ -54,11 +54,7 @@ other workers meanwhile that this one is not stuck."""
 class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
-    Attributes:
-        state: The elastic state; `state.at` is the progress of the training, with the next phase.
-        view: The training as callbacks and the reporter see it.
-        reporter: Sends the progress to the driver; None if the training is silent, or has no driver.
-        epoch_rows: Sends epochs to the callbacks on the driver; None if there are none.
+    `state.at` is the progress of the training, with the next phase; `view` shows it to callbacks and the reporter.
     """
 
     def __init__(
@@ -127,10 +123,9 @@ class Trainer:
         if not self._begun:
             self._begun = True
             self._checkpoints.begin()
-            if self.reporter is not None:
-                self.reporter.begin()
-            if self.epoch_rows is not None:
-                self.epoch_rows.begin()
+            for each in (self.reporter, self.epoch_rows):
+                if each is not None:
+                    each.begin()
             self.engine.seed_callbacks(CallbackEvent.FIT_BEGIN)
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
@@ -360,10 +355,22 @@ class Trainer:
 
     def _finish(self) -> None:
         """Write the model on the present rank 0, again if the previous one was lost, and wait for it on all workers."""
+        state = self.state
+        if state.at.diverged is None:
+            self._finish_model()
+        if state.at.diverged is None:
+            if self.view.rank == 0 and self._result_writer is None:
+                self._result_writer = self._start_result_writer()
+            self._wait_for_all()
+        else:  # without a model; checkpoints that were written before stay
+            if self.view.rank == 0:
+                self._drain_checkpoints()
+            barrier()
+        state.at = replace(state.at, phase=TrainingPhase.DONE, serial=state.at.serial + 1)
+
+    def _finish_model(self) -> None:
+        """Call the callbacks, and give the model its final weights. A weight that is NaN ends without a model."""
         state, engine = self.state, self.engine
-        if state.at.diverged is not None:
-            self._finish_without_model()
-            return
         engine.finish()
         engine.seed_callbacks(CallbackEvent.FIT_END, state.at.epoch)
         for callback in self.callbacks:
@@ -372,22 +379,6 @@ class Trainer:
             engine.use_best()
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
-            self._finish_without_model()
-            return
-        if self.view.rank == 0 and self._result_writer is None:
-            self._result_writer = self._start_result_writer()
-        self._wait_for_all()
-        self._done()
-
-    def _finish_without_model(self) -> None:
-        """End without a model; checkpoints that were written before stay."""
-        if self.view.rank == 0:
-            self._drain_checkpoints()
-        barrier()
-        self._done()
-
-    def _done(self) -> None:
-        self.state.at = replace(self.state.at, phase=TrainingPhase.DONE, serial=self.state.at.serial + 1)
 
     def _start_result_writer(self) -> ResultWriter:
         training, history = self.training, self.state.at.history
@@ -396,10 +387,7 @@ class Trainer:
         def make_files() -> dict[str, bytes]:
             return {name: model, HISTORY_FILE: history.dumps().encode()}
 
-        def check() -> None:
-            if training.fence is not None:
-                training.fence.check()
-
+        check = (lambda: None) if training.fence is None else training.fence.check
         before, timeout_s = self._drain_checkpoints, self._save_timeout_s
         return ResultWriter(training.store, make_files, check, notify, before=before, timeout_s=timeout_s)
 
