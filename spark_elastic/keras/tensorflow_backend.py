@@ -19,12 +19,9 @@ Update = Callable[[list[Gradient]], None]
 
 
 class TensorFlowSteps:
-    """The steps of one optimizer: accumulates gradients, reduces them over the members and applies them.
+    """The steps of one optimizer: accumulates the gradients of `passes` calls, reduces them and applies them.
 
-    Args:
-        reducer: averages or sums gradients over the members.
-        passes: the number of calls whose gradients are accumulated here before they are reduced.
-        average: divide the accumulated gradients by `passes`.
+    `average` says to divide the accumulated gradients by `passes`.
     """
 
     def __init__(self, reducer: GradientReducer, passes: int, average: bool) -> None:
@@ -179,15 +176,7 @@ def _refuse_xla() -> None:
 
 
 def sum_over_members(numbers: Any, process_set: ProcessSet) -> Any:
-    """Sum float64 numbers over the members, within a forward pass; the gradients are summed in the backward pass.
-
-    Args:
-        numbers: float64, shape (n,).
-        process_set: the members.
-
-    Raises:
-        HorovodInternalError: a peer is gone. In a graph, TensorFlow raises an error of its own class instead.
-    """
+    """Sum float64 numbers (n,) over the members, in a forward pass; the gradients are summed in the backward pass."""
 
     def forward(array: Array) -> list[Array]:
         return [_sums(array, process_set)]

@@ -236,8 +236,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     def _trained_next(self) -> None:
         """Make this the dataset whose rows the state's next steps train."""
         session = session_of(self.state)
-        session.first_batch = self._first_batch
-        session.no_batch = self._no_batch
+        session.batches_in_advance = self._in_advance
         session.global_batch = self.batch_rows
 
     def _dealt(self, epoch: int, batches: range) -> list[Indices]:
@@ -245,16 +244,10 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
         return deal(order, batches, self.num_batches, position.rank, position.size)
 
-    def _first_batch(self) -> Any:
-        """Return an iterator whose next element is a batch of the training data, to run a step with in advance."""
+    def _in_advance(self, count: int) -> Any:
+        """Return an iterator over the first batches of the training data, to trace a step with or to run it."""
         batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(1)))
-        return iter(batches)
-
-    def _no_batch(self) -> Any:
-        """Return an iterator over no batch, with the types of the training data, to trace a step with."""
-        batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(0)))
+        batches.set_rows(self._dealt(0, range(count)))
         return iter(batches)
 
     def _in_tensorflow(self) -> TensorFlowBatches:

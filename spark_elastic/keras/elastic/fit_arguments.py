@@ -20,16 +20,9 @@ _WITHIN = 10
 
 
 def check_arguments(dataset: Any) -> Mapping[int, float] | None:
-    """Check the arguments of the `fit` that asks the dataset for its batches.
+    """Return the `class_weight` of the `fit` that asks the `ElasticDataset` for its batches; None without one.
 
-    Args:
-        dataset: The `ElasticDataset`, whose method called this function.
-
-    Returns:
-        The `class_weight` of `fit`; None if it has none, or if no `fit` asks.
-
-    Raises:
-        UsageError: The dataset is used for something else than training, or `fit` would ignore one of its arguments.
+    Raises UsageError if the dataset is used for something else than training, or `fit` would ignore an argument.
     """
     entry, given = calling_method(lambda owner: isinstance(owner, keras.Model), _ENTRIES, _WITHIN)
     if not entry:
@@ -67,12 +60,7 @@ def check_arguments(dataset: Any) -> Mapping[int, float] | None:
 
 
 def check_steps(steps: int | None, batches: int) -> None:
-    """Raise UsageError if Keras would end an epoch after another number of batches than the dataset has.
-
-    Args:
-        steps: The `steps_per_epoch` that Keras has.
-        batches: The batches of an epoch.
-    """
+    """Raise UsageError if the `steps_per_epoch` of Keras is another number than the dataset's batches of an epoch."""
     if steps not in (None, batches):
         raise UsageError(
             f"steps_per_epoch={steps} (of model.fit, or of KERAS_MAX_STEPS_PER_EPOCH), but an epoch of this "
@@ -82,14 +70,9 @@ def check_steps(steps: int | None, batches: int) -> None:
 
 
 def with_class_weight(parts: tuple[Any, ...], class_weight: Mapping[int, float]) -> tuple[Any, ...]:
-    """Return (x, y, sample weights) where the weights are multiplied by those of the rows' classes.
+    """Return (x, y, sample weights) where the weights are multiplied by those of the rows' classes, 1 without one.
 
-    Args:
-        parts: Arrays: (x, y) or (x, y, sample weights).
-        class_weight: The weight of each class; that of a class without one is 1.
-
-    Raises:
-        UsageError: There are no targets, or those of several outputs.
+    Raises UsageError if there are no targets, or those of several outputs.
     """
     if len(parts) < 2 or not isinstance(parts[1], np.ndarray):
         raise UsageError(

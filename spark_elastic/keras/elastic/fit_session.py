@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -75,8 +76,7 @@ class _WatchedCallback:
 class FitCallbacks:
     """A value of a `KerasState`: the values of the callbacks that `fit` is called with.
 
-    Args:
-        epoch: A function that returns the state's epoch; None if the state does not count epochs.
+    `epoch` returns the state's epoch, None if the state does not count epochs.
     """
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
@@ -153,21 +153,21 @@ class FitCallbacks:
             **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
         }
         for name, function in around.items():
-            setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
+            setattr(callbacks, name, partial(function, callbacks, getattr(callbacks, name)))
 
-    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         self._begun = False
         self._watched = {}
         for callback in callbacks.callbacks:
             if self._resuming and isinstance(getattr(callback, "append", None), bool):
                 callback.append = True  # keep the rows written before
-        plain(*args)
+        plain(*args, **logs)
         self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
         if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
             self._put()
             callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
 
-    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         if not self._begun:
             self._begun = True
             if self._resuming and not self._kept.ended:
@@ -175,24 +175,24 @@ class FitCallbacks:
             else:
                 self._kept, self._changing = Snapshot(), {}
             self._resuming = False
-        self._event(callbacks, plain, *args)
+        self._event(callbacks, plain, *args, **logs)
 
-    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
-        plain(*args)
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
+        plain(*args, **logs)
         then, self.after_batch = self.after_batch, None
         if then is not None:
             then()
 
-    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         self._events += 1
-        plain(*args)
+        plain(*args, **logs)
         self._events += 1
 
-    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         stopped = self._begun and callbacks.model.stop_training
         if callbacks.model._initial_epoch == sys.maxsize:
             callbacks.model._initial_epoch = None
-        self._event(callbacks, plain, *args)
+        self._event(callbacks, plain, *args, **logs)
         if self._begun:
             self._kept = Snapshot(True, True, self._epoch() if stopped else None, self._values())
         elif self._resuming and self._kept.ended:
@@ -223,13 +223,6 @@ class FitCallbacks:
             watched.copied = None
 
 
-def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
-    def called(*args: Any, **kwargs: Any) -> None:
-        function(callbacks, plain, *args, *kwargs.values())
-
-    return called
-
-
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the callbacks to observe, each with a key that is the same on every member and in every call of `fit`."""
     counts: dict[str, int] = {}
@@ -248,9 +241,6 @@ class FitSession:
 
     Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
     leave out; the state goes on counting. If several callbacks report the same batch or epoch, it is counted once.
-
-    Args:
-        state: The state.
     """
 
     def __init__(self, state: Any) -> None:
@@ -260,10 +250,8 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.first_batch: Callable[[], Any] | None = None
-        """A function that returns an iterator over a batch of the dataset of `fit`; None if that dataset is unknown."""
-        self.no_batch: Callable[[], Any] | None = None
-        """A function that returns an iterator over no batch, of the same types."""
+        self.batches_in_advance: Callable[[int], Any] | None = None
+        """A function that returns an iterator over so many first batches of the dataset of `fit`; None: not known."""
         self.global_batch: int | None = None
         """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state
@@ -285,13 +273,7 @@ class FitSession:
         self._last: int | None = None
 
     def epoch_begins(self, epoch: int, model: Any, epochs: int | None = None) -> None:
-        """Handle the beginning of an epoch.
-
-        Args:
-            epoch: The number that Keras gives it.
-            model: The model that is trained.
-            epochs: The argument `epochs` of `fit`, if it is known.
-        """
+        """Handle the beginning of the epoch to which Keras gives this number; `epochs` is the argument of `fit`."""
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             if self.counts_epochs and epochs is not None:
@@ -345,10 +327,7 @@ class FitSession:
         self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
 
     def _put_running_metrics_back(self) -> None:
-        """Restore the copied metrics, so that the epoch's metrics are those of all its batches.
-
-        Nothing happens if the epoch is not the one that was left.
-        """
+        """Restore the metrics of the epoch that was left, so that they are those of all its batches."""
         running, self._running = self._running, None
         state = self._state.__dict__
         if running is None or running[0] != state.get("epoch") or not state.get("batch"):
