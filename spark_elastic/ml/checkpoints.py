@@ -139,7 +139,7 @@ class Checkpoints:
                         "storage answers, or delete the folder of this checkpoint to resume from the one before"
                     )
                     raise
-                if self._was_completed(name):
+                if self._may_exist(f"{name}/{MANIFEST}"):
                     damaged.append(str(error))
                 continue
             for complaint in damaged:
@@ -234,11 +234,8 @@ class Checkpoints:
                 f"the checksum {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
             )
 
-    def _was_completed(self, name: str) -> bool:
-        """Return whether a manifest was written; True if the storage does not say."""
-        return self._may_exist(f"{name}/{MANIFEST}")
-
     def _may_exist(self, path: str) -> bool:
+        """Return whether a file exists; True if the storage does not say."""
         try:
             return self.store.exists(path)
         except Exception:  # each kind of storage has its own
@@ -300,15 +297,11 @@ def _facts_in(name: str, manifest: Mapping[str, Any]) -> CheckpointFacts:
 
 
 class CheckpointWriter:
-    """Writes checkpoints on its own thread, one after the other.
+    """Writes checkpoints on its own thread, one after the other, and keeps the newest ones.
 
-    A checkpoint that cannot be written is logged, and training continues; `drain` raises the error of the last one.
-    While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint that is queued behind it gives way
-    to the next one, unless it is the best by a followed value and the next one is not.
-
-    Args:
-        keep: Number of the newest checkpoints that are kept.
-        notify: Shows a message to people when checkpoints cannot be written, take long, or can be written again.
+    A checkpoint that cannot be written is logged and shown by `notify`, and training continues; `drain` raises the
+    error of the last one. While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint that is in the
+    queue behind it gives way to the next one, unless it is the best by a followed value and the next one is not.
     """
 
     def __init__(
@@ -367,11 +360,7 @@ class CheckpointWriter:
             )
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until all checkpoints are written.
-
-        Raises:
-            CheckpointError: The last one could not be written, or they were not after `timeout_s`.
-        """
+        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one was not, or timely."""
         deadline = None if timeout_s is None else self._now() + timeout_s
         with self._changed:
             while self.busy and (deadline is None or self._now() < deadline):
@@ -419,10 +408,7 @@ class CheckpointWriter:
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
-                why = self._remove_older()
-                if why and not keeps_all:
-                    self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
-                keeps_all = bool(why)
+                keeps_all = not self._removes_older(notify=not keeps_all)
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -432,16 +418,19 @@ class CheckpointWriter:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
 
-    def _remove_older(self) -> str:
-        """Remove the checkpoints that need not be kept; return why that failed, "" if it did not."""
+    def _removes_older(self, notify: bool) -> bool:
+        """Remove the checkpoints that need not be kept; return whether the storage allows it."""
         try:
             self._checkpoints.keep(self._keep)
         except RunTakenError:
             raise
         except Exception as error:  # a storage in which a file is written once, say
             log.warning("older checkpoints could not be removed: %s", redacted(error))
-            return first_line(error)
-        return ""
+            if notify:
+                why = first_line(error)
+                self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+            return False
+        return True
 
 
 def first_line(error: Exception) -> str:

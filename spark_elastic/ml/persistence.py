@@ -22,7 +22,6 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
@@ -47,10 +46,9 @@ T = TypeVar("T", bound="Savable")
 
 
 class Codec(Protocol):
-    """A framework's way to store objects."""
+    """A framework's way to store objects; SUFFIX is that of files that can be loaded without trust."""
 
     SUFFIX: str
-    """File name suffix of files that can be loaded without trust."""
 
     def dumps(self, value: Any) -> bytes | None:
         """Return a file that can be loaded without trust; None if the value contains code of the user's own."""
@@ -154,47 +152,25 @@ class ElasticWriter(MLWriter):
         target.write_metadata(self.instance, {"sparkElastic": about}, plain)
 
 
-@dataclass(frozen=True)
 class _Saved:
-    """The metadata of a saved stage.
+    """The metadata of a saved stage. Raises ValueError, with the field's name, if one is missing or of another type."""
 
-    Attributes:
-        uid: Spark ML's name of the stage.
-        settings: The settings that JSON can hold.
-        stored: "safe:file" or "pickled:file" for each other setting and object.
-        objects: Those of `stored` that are no settings.
-        files: The names of all files.
-        facts: What `Savable._facts` returned.
-        left_out: The settings, or parts of them, that hold credentials and were not saved.
-    """
-
-    uid: str
-    settings: Mapping[str, Any]
-    stored: Mapping[str, str]
-    objects: tuple[str, ...]
-    files: tuple[str, ...]
-    facts: Mapping[str, Any]
-    left_out: tuple[str, ...]
-    checksums: Mapping[str, int]  # none in files of 0.2.0
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:
-        """Check the metadata. Raise ValueError, with the field's name, if one is missing or of another type."""
-        stored = typed(about, "stored", dict)
-        if not all(isinstance(where, str) for where in stored.values()):
-            raise ValueError(f"stored is {stored!r:.80}, not the places of settings")
-        return cls(
-            uid=typed(metadata, "uid", str),
-            settings=typed(metadata, "paramMap", dict),
-            stored=stored,
-            objects=names_in(about, "objects"),
-            files=names_in(about, "files"),
-            facts=typed(about, "facts", dict),
-            left_out=names_in({"left_out": [], **about}, "left_out"),
-            checksums={name: whole_number(crc, name) for name, crc in typed(about, "checksums", dict).items()}
-            if "checksums" in about
-            else {},
-        )
+    def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.uid: str = typed(metadata, "uid", str)
+        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)
+        """The settings that JSON can hold."""
+        self.stored: Mapping[str, str] = typed(about, "stored", dict)
+        """"safe:file" or "pickled:file" for each other setting and object."""
+        if not all(isinstance(where, str) for where in self.stored.values()):
+            raise ValueError(f"stored is {self.stored!r:.80}, not the places of settings")
+        self.objects = names_in(about, "objects")
+        """Those of `stored` that are no settings."""
+        self.files = names_in(about, "files")
+        self.facts: Mapping[str, Any] = typed(about, "facts", dict)
+        self.left_out = names_in({"left_out": [], **about}, "left_out")
+        """The settings, or parts of them, that hold credentials and were not saved."""
+        checksums = typed({"checksums": {}, **about}, "checksums", dict)  # none in files of 0.2.0
+        self.checksums = {name: whole_number(crc, name) for name, crc in checksums.items()}
 
 
 class ElasticReader(MLReader[T], Generic[T]):
@@ -228,7 +204,7 @@ class ElasticReader(MLReader[T], Generic[T]):
         if about.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {about.get('format')!r:.40}; this version reads format {FORMAT}")
         try:
-            saved = _Saved.from_metadata(metadata, about)
+            saved = _Saved(metadata, about)
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: in its metadata, {error}") from error
         files = source.read(_DATA, list(saved.files))

@@ -43,13 +43,10 @@ _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
 
 def check_room(run: Store, model_nbytes: int, training: Training) -> None:
-    """Check that a local store has room for the model and the checkpoints that are kept, each as large as the model.
+    """Raise `StoreError` if a local store has no room for the model and the checkpoints, each as large as the model.
 
     Checkpoints hold the optimizer's values too, so this is the least that will be written. Present checkpoints of this
-    run count as room, because they will be replaced. Object stores and HDFS are not checked.
-
-    Raises:
-        StoreError: The room cannot be enough.
+    run count as room, because they will be replaced.
     """
     if not run.is_local:
         return
@@ -249,11 +246,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
 
 
 def clear(run: Store, lease: RunLease) -> None:
-    """Delete all but the leases. Raises `RunTakenError` if another driver takes over the run meanwhile.
-
-    The lease is checked before each deletion: this process may be paused between two of them, and what it finds when
-    it comes back is the other driver's.
-    """
+    """Delete all but the leases. Raises `RunTakenError` if another driver takes over the run between two deletions."""
     for entry in [*run.list(CHECKPOINTS), *run.list()]:
         if entry.path != OWNERS:
             lease.check()

@@ -87,10 +87,7 @@ def _trained_copy(training: KerasTraining, trained: Any) -> Any:
 
 
 def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
-    """Raise InvalidSettingsError if the loss of a batch depends on how it is divided into parts.
-
-    Several draws of each side of a random loss are compared.
-    """
+    """Raise InvalidSettingsError if the loss of a batch (the mean of some draws) depends on its division into parts."""
     batch = first_rows(training, _ROWS_OF_MEANS)
     shares, graphs, rows = ready.shares, ready.graphs, batch.rows
     if rows < 2:
@@ -118,9 +115,6 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         edges = split_evenly(rows, count)
         return [BatchPart(tuple(tf.constant(each[a:b]) for each in arrays), b - a) for a, b in edges]
 
-    def totals(parts: Sequence[BatchPart]) -> list[float]:
-        return graphs.totals(parts, lambda own: own)
-
     def mean(parts: Sequence[BatchPart], totals: Sequence[float]) -> Any:
         """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
@@ -134,7 +128,7 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
             (arrays,), rows = ready.feeder.arrays(batch, parts=1), batch.rows
         # parts of one row differ most, and one whose label is ignored is seen
         whole, parts = parts_of(1), parts_of(rows)
-        of_whole, of_parts = totals(whole), totals(parts)
+        of_whole, of_parts = (graphs.totals(each, lambda own: own) for each in (whole, parts))
         _check_denominators(ready, rows, of_whole, of_parts, training.loss_is_per_worker)
         if training.loss_is_per_worker:
             return

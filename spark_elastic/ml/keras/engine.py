@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-import torch
 
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
@@ -58,10 +58,6 @@ class PreparedModel(NamedTuple):
     Attributes:
         model: the compiled model, with all of its variables already created.
         compiled: the arguments of `compile` that the user gave.
-        feeder: the converter of the dataset's batches to tensors.
-        metrics: the accumulator of losses and metrics.
-        graphs: the TensorFlow graphs of a step.
-        shares: the losses, and the part of a batch that they are computed for.
         averaged: the names of the metric functions that return one number for all rows instead of one for each row.
     """
 
@@ -83,11 +79,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     averaged: list[str] = []
     by_row = count_by_row(complete_losses(compiled, model), shares, averaged)
     model.compile(
-        optimizer=by_row.optimizer,
-        loss=by_row.loss,
-        loss_weights=by_row.loss_weights,
-        metrics=by_row.metrics,
-        weighted_metrics=by_row.weighted_metrics,
+        **{field.name: getattr(by_row, field.name) for field in fields(by_row)},
         jit_compile=False,  # the reduction calls Python, which XLA cannot
         auto_scale_loss=False,  # `compile_arguments` has done so
     )
@@ -197,13 +189,9 @@ class KerasEngine(Engine):
         buffers = self._graphs.buffers
         if self._size < 2 or not buffers:
             return
-        if self._rank == 0:
-            broadcast_tensors([values.to_wire(each) for each in buffers], 0)
-            return
-        sizes = [values.bytes_of(values.describe(each)) for each in buffers]
-        wires = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        wires = [values.to_wire(each) for each in buffers]
         broadcast_tensors(wires, 0)
-        for variable, wire in zip(buffers, wires, strict=True):
+        for variable, wire in zip(buffers, wires, strict=True) if self._rank else ():
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import check_backend, device_name, set_threads
+from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -83,11 +82,8 @@ class ElasticKerasModel(ElasticModel):
         self._keras_model, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
     def _saved_predictor(self) -> KerasSavedPredictor:
-        return KerasSavedPredictor(
-            KerasPickle.of(self.keras_model, self._custom_objects),
-            self.getOrDefault("transform_device"),
-            self.getOrDefault("transform_threads"),
-        )
+        sealed = KerasPickle.of(self.keras_model, self._custom_objects)
+        return KerasSavedPredictor(sealed, self._given("transform_device"), self._given("transform_threads"))
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
@@ -102,7 +98,8 @@ class ElasticKerasModel(ElasticModel):
     def _objects(self) -> dict[str, Any]:
         from spark_elastic.ml.keras.serialization import custom_objects_of
 
-        names = _without_lambdas(self._custom_names())
+        # the code of Lambda layers is in the archive itself
+        names = [name for name in self._custom_names() if name != LAMBDA]
         return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
 
     def _running(self) -> list[str]:
@@ -112,7 +109,7 @@ class ElasticKerasModel(ElasticModel):
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _without_lambdas(_custom(facts))}
+        found = {name: keras.saving.get_registered_object(name) for name in _custom(facts) if name != LAMBDA}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -147,17 +144,9 @@ def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
-def _without_lambdas(names: Sequence[str]) -> list[str]:
-    """Return the names of custom objects without "<lambda>": the code of Lambda layers is in the archive itself."""
-    return [name for name in names if name != LAMBDA]
-
-
 @dataclass(frozen=True)
 class KerasSavedPredictor:
-    """A model in the form that is sent to executors.
-
-    `threads` takes effect only if TensorFlow has not run in the process yet.
-    """
+    """A model in the form that is sent to executors. TensorFlow takes `threads` only before it runs in a process."""
 
     model: KerasPickle
     device: str
@@ -165,7 +154,7 @@ class KerasSavedPredictor:
 
     def load(self) -> Predictor:
         """Load the model on the device; raise InvalidSettingsError if there is no such device."""
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # or TensorFlow logs its build flags in every process
+        prefer_backend()
         import tensorflow as tf
 
         device = device_name(self.device)
@@ -191,8 +180,7 @@ class KerasSavedPredictor:
 class KerasPredictor:
     """A function that calls a model with arrays by name and returns its outputs as arrays, or None.
 
-    The call is traced once for each combination of types and shapes of rows. Raises DataError if an input is not an
-    array, or an output neither a tensor nor None.
+    The call is traced once for each combination of types and shapes of rows.
     """
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:

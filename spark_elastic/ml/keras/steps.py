@@ -30,15 +30,8 @@ class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
     A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
-    together once the gradients are recorded.
-
-    Attributes:
-        grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`; None if the loss does not depend on it, as
-            the optimizer expects it.
-        variables: the variables that the gradients belong to.
-
-    Raises:
-        InvalidSettingsError: `apply` was not called exactly once, or without gradients of any variable.
+    together once the gradients are recorded. `grads` has a `tf.Tensor`, `tf.IndexedSlices` or None for each of
+    `variables`. Raises InvalidSettingsError if `apply` was not called exactly once, or without any gradient.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -103,13 +96,8 @@ OF_STEP = tf.TensorSpec([3], tf.int64)
 class StepGraphs:
     """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
-    Attributes:
-        buffers: the variables that a forward pass and the losses change: running means and the like.
-        reset: empties the metrics.
-        read: returns the sums of the metrics since `reset`, as `KerasMetricAccumulator.read`.
-
-    Raises:
-        InvalidSettingsError: the model's train_step cannot be used.
+    `buffers` are the variables that a forward pass and the losses change: running means and the like. Raises
+    InvalidSettingsError if the model's train_step cannot be used.
     """
 
     def __init__(
@@ -232,9 +220,7 @@ class StepGraphs:
     def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return the denominator of each loss in the whole batch, for `part_arguments`.
 
-        Args:
-            parts: the parts of this worker's rows.
-            reduce: adds up a vector of denominators, float64 [losses], over all workers.
+        `reduce` adds up a vector of denominators of this worker's parts, float64 [losses], over all workers.
         """
         if not self._shares.counted:
             return [1.0] * self._shares.terms
@@ -263,9 +249,6 @@ class StepGraphs:
 
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
-
-        Raises:
-            HorovodInternalError: a collective failed; it is wrapped in an error of TensorFlow.
         """
         of_step = tf.constant([*key, int(stop)], tf.int64)
         if len(parts) == 1 and not uncounted:
@@ -309,11 +292,9 @@ def seeds_of(model: Any) -> list[Any]:
 
 
 def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes zeros in place of a gradient; a sparse gradient is given no entries.
+    """Return a function that makes zeros in place of a gradient of a variable of this shape; a sparse one is empty.
 
-    Args:
-        grad: the gradient, whose own shape is not fully known in some graphs; None stays None.
-        shape: the shape of its variable.
+    The gradient's own shape is not fully known in some graphs.
     """
     if grad is None:
         return lambda: None

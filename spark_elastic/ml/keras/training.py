@@ -38,10 +38,8 @@ class KerasTraining(Training):
         model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
         optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
+        callbacks: a list of this package's callbacks and of `keras.callbacks.Callback`.
         config: global settings of Keras by name, such as "floatx", as they are where the model was made.
-        callbacks: a list of our callbacks and of `keras.callbacks.Callback`, which run in every worker in this order;
-            those of Keras that write files run on rank 0 only, see `ml.keras.callbacks`.
-        device: "cpu", "gpu" (the GPU of the local rank), "gpu:1", ... None: a GPU where there is one.
     """
 
     model: KerasPickle
@@ -55,12 +53,8 @@ def train(training: KerasTraining) -> TrainingResult:
     """Train a Keras model; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
     Outside of a job this process trains alone. When it returns, the trained weights are in `training.store`, in the
-    file `engine.MODEL_FILE`.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-        CheckpointError: `resume_from` cannot be used.
+    file `engine.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with
+    the data, and `CheckpointError` if `resume_from` cannot be used.
     """
     prefer_backend()
     check_backend("ElasticKerasEstimator")
