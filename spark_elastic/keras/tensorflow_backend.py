@@ -77,7 +77,7 @@ class TensorFlowSteps:
         """Count a step and apply gradients that `reduced` returned."""
         # The counter does not depend on the gradients: without the control dependency a graph would increment it while
         # the reduction runs, also if that fails.
-        with tf.control_dependencies([_dense_part(grad) for grad in grads if grad is not None]):
+        with tf.control_dependencies(tf.nest.flatten([g for g in grads if g is not None], expand_composites=True)):
             self._applied.assign_add(1, read_value=False)
             update(list(grads))
 
@@ -157,10 +157,6 @@ def _scaled(grad: Gradient, factor: Any) -> Gradient:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(grad.values, factor), grad.indices, grad.dense_shape)
     return grad * tf.cast(factor, grad.dtype)
-
-
-def _dense_part(grad: Gradient) -> tf.Tensor:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
 
 
 def _refuse_xla() -> None:

@@ -300,8 +300,8 @@ class CheckpointWriter:
     """Writes checkpoints on its own thread, one after the other, and keeps the newest ones.
 
     A checkpoint that cannot be written is logged and shown by `notify`, and training continues; `drain` raises the
-    error of the last one. While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint that is in the
-    queue behind it gives way to the next one, unless it is the best by a followed value and the next one is not.
+    error of the last one. While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint in the queue
+    behind it gives way to the next one, unless it is the best by a followed value and the next one is not.
     """
 
     def __init__(

@@ -218,7 +218,10 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
             ],
             "seed": self._given("seed"),
             "shuffle": self._given("shuffle"),
-            "shards": _content_of(dataset),
+            "shards": {
+                name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
+                for name, shards in dataset.manifest.splits.items()
+            },
             **{name: self._described(name) for name in self.DECIDING if self._is_given(name)},
         }
 
@@ -267,15 +270,6 @@ def _read_identity(run: Store) -> dict[str, Any]:
     return found
 
 
-def _content_of(dataset: Dataset) -> dict[str, str]:
-    """Return, by split, a digest of the checksums of its files in the order of the rows, sidecars included."""
-    digests = {}
-    for name, shards in dataset.manifest.splits.items():
-        checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]
-        digests[name] = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:32]
-    return digests
-
-
 # --- descriptions of settings that are equal in every process -------------------------------------
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -317,9 +311,9 @@ def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
     return f"{text} {inner(attributes)}" if attributes else text
 
 
-def digest(value: Any) -> str:
-    """Return 8 hexadecimal digits that identify plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+def digest(value: Any, digits: int = 8) -> str:
+    """Return hexadecimal digits that identify plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def _attributes(value: Any, buffers: bool) -> dict[str, Any]:

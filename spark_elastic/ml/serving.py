@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data import travel
-from spark_elastic.data.arrow_values import Fault, RowsRefused, error_of, missing_rows
+from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
@@ -54,7 +54,10 @@ def tensors_for(
                     column=name,
                 )
     request = Request(
-        tensors={field.name: _columns(field) for field in inputs},
+        tensors={
+            each.name: list(each.columns) if each.kind is Kind.DENSE and each.shape != () else each.columns[0]
+            for each in inputs
+        },
         dtypes={field.name: field.dtype for field in inputs if field.kind not in (Kind.BYTES, Kind.STRING)},
         shapes={field.name: field.shape for field in inputs if field.kind not in _VARIABLE and field.shape},
         pad_to={name: length for name, length in pad_to.items() if name in {field.name for field in inputs}},
@@ -92,7 +95,13 @@ class FeatureReader:
         try:
             block = self._encoder.encode(pa.RecordBatch.from_arrays(columns, self._names))
         except RowsRefused as refused:
-            raise error_of(map(_as_of_transform, refused.faults), self._encoder.rows) from None
+            faults = [  # settings about writing rows do not help in `transform`
+                replace(
+                    each, remedy=HANDLE_INVALID if each.missing else "" if each.setting else each.remedy, setting=""
+                )
+                for each in refused.faults
+            ]
+            raise error_of(faults, self._encoder.rows) from None
         assert self._encoder.layout is not None
         return {
             field.name: np.ascontiguousarray(block.records[field.name])
@@ -112,17 +121,6 @@ class FeatureReader:
     def _column(batch: pa.RecordBatch, name: str) -> Any:
         # Not by name: other columns of the batch may have equal names.
         return batch.column(batch.schema.get_field_index(name))
-
-
-def _as_of_transform(fault: Fault) -> Fault:
-    """Return the fault with a remedy for `transform`, where settings about writing rows do not help."""
-    remedy = HANDLE_INVALID if fault.missing else "" if fault.setting else fault.remedy
-    return replace(fault, remedy=remedy, setting="")
-
-
-def _columns(field: TensorField) -> str | list[str]:
-    alone = field.kind is not Kind.DENSE or field.shape == ()
-    return field.columns[0] if alone else list(field.columns)
 
 
 def _plain(column: Any) -> Any:

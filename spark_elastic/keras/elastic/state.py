@@ -130,13 +130,9 @@ class KerasSteps(OptimizerSteps):
                 self.attach("optimizer")
         elif compiled is not own and getattr(compiled, "inner_optimizer", None) is own:
             self._state.optimizer = compiled
-        self._build_optimizer()
-
-    def _build_optimizer(self) -> None:
-        """Build the optimizer for a built model, so that a commit before the first step has the slots."""
+        # built for a built model, so that a commit before the first step has the slots
         model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
-        belongs = optimizer is getattr(model, "optimizer", None)
-        if model is None or optimizer is None or not belongs:
+        if model is None or optimizer is None or optimizer is not getattr(model, "optimizer", None):
             return
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)

@@ -195,10 +195,8 @@ def _after(grads: list[Any]) -> AbstractContextManager[Any]:
         return nullcontext()
     import tensorflow as tf
 
-    present = [grad for grad in grads if grad is not None]
-    context: AbstractContextManager[Any] = tf.control_dependencies(
-        [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in present]
-    )
+    present = tf.nest.flatten([grad for grad in grads if grad is not None], expand_composites=True)
+    context: AbstractContextManager[Any] = tf.control_dependencies(present)
     return context
 
 

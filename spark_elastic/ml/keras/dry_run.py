@@ -70,20 +70,10 @@ def dry_run(
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
-    predictor = KerasPredictor(_trained_copy(training, ready.model))
+    with common.returned_model(f"model {ready.model.name}"):
+        ready.model.optimizer.finalize_variable_values(ready.model.trainable_variables)
+        predictor = KerasPredictor(fill(training.model.load(), weights_to_bytes(ready.model)))
     return common.try_transform(training, batch, predictor, inference_fn, rule(first[0]) if first else None)
-
-
-def _trained_copy(training: KerasTraining, trained: Any) -> Any:
-    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
-    try:
-        trained.optimizer.finalize_variable_values(trained.trainable_variables)
-        return fill(training.model.load(), weights_to_bytes(trained))
-    except Exception as error:
-        raise InvalidSettingsError(
-            f"the trained model {trained.name} could not be returned from the workers: its weights after a step cannot "
-            f"be loaded into the model that was given: {error}"
-        ) from error
 
 
 def _check_means(training: KerasTraining, ready: PreparedModel) -> None:

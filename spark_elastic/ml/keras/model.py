@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads
+from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -36,7 +35,6 @@ class ElasticKerasModel(ElasticModel):
     """
 
     NATIVE = "keras_model"
-    _keras_model: Any = None
     _custom_objects: Mapping[str, Any] = {}
 
     def __init__(self, **settings: Any) -> None:
@@ -46,12 +44,7 @@ class ElasticKerasModel(ElasticModel):
     @property
     def keras_model(self) -> Any:
         """The trained Keras model, not compiled. Not a copy."""
-        if self._keras_model is None:
-            raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no keras_model; call fit or load "
-                "first"
-            )
-        return self._keras_model
+        return self._native_model()
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, custom_objects: Mapping[str, Any] | None = None) -> _T:
@@ -79,7 +72,7 @@ class ElasticKerasModel(ElasticModel):
         return safe_objects
 
     def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
-        self._keras_model, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
+        self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
     def _saved_predictor(self) -> KerasSavedPredictor:
         sealed = KerasPickle.of(self.keras_model, self._custom_objects)
@@ -122,7 +115,7 @@ class ElasticKerasModel(ElasticModel):
         if safe and LAMBDA in _custom(facts):
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
-            self._keras_model = model_from_archive(files[_ARCHIVE], given, safe=safe)
+            self._native = model_from_archive(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
             needed = [name for name in _custom(facts) if name not in given]
@@ -158,12 +151,7 @@ class KerasSavedPredictor:
         import tensorflow as tf
 
         device = device_name(self.device)
-        with contextlib.suppress(RuntimeError):  # TensorFlow runs already, and keeps its devices
-            if device.startswith("/CPU"):
-                tf.config.set_visible_devices([], "GPU")  # or TensorFlow allocates all of their memory
-            else:
-                for gpu in tf.config.list_physical_devices("GPU"):
-                    tf.config.experimental.set_memory_growth(gpu, True)
+        use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
         set_threads(self.threads)
         try:
             with tf.device(device):

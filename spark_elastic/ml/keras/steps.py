@@ -188,9 +188,6 @@ class StepGraphs:
         grads, returned = self._part(tensors, of_part)
         return self._finished(grads, returned, of_part[0], of_step)
 
-    def _of_no_rows(self) -> tuple[list[Any], Any]:
-        return [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
-
     def _uncounted_pass(self, tensors: Any, of_part: Any) -> None:
         """Run a pass over rows that do not count, for the state and the collectives of the model's layers."""
         before = self._metrics.snapshot()
@@ -261,7 +258,9 @@ class StepGraphs:
         with without_rows():
             for part in uncounted:
                 self._uncounted(part.tensors, tf.constant([0.0, 0.0, *totals], tf.float64))
-        grads, returned = self._of_no_rows() if summed is None else summed
+        if summed is None:  # no rows
+            summed = [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
+        grads, returned = summed
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 

@@ -154,10 +154,17 @@ def _choose_device(asked: str | None, local_rank: int) -> None:
                 "train with device='auto' or 'cpu'"
             )
         chosen = [gpus[number]]
+    use_gpus(chosen)
+
+
+def use_gpus(gpus: Sequence[Any]) -> None:
+    """Hide other GPUs from TensorFlow, which allocates all of their memory, and share these with other processes."""
+    import tensorflow as tf
+
     try:
-        tf.config.set_visible_devices(chosen, "GPU")
-        for gpu in chosen:
-            tf.config.experimental.set_memory_growth(gpu, True)  # other processes may share the GPU
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         log.info("TensorFlow runs already, and keeps the devices that it has: %s", error)
 

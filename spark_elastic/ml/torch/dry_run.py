@@ -78,7 +78,9 @@ def dry_run(
         batch = first_rows(copied, common.ROWS)
         result, found = _step(copied, batch)
         first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
-        predictor = TorchPredictor(_trained_copy(training, copied.model).eval(), "cpu")
+        with common.returned_model(type(copied.model).__name__):
+            returned = trained_copy(training.model, weights_to_bytes(copied.model)).eval()
+        predictor = TorchPredictor(returned, "cpu")
         tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
         return replace(tried, settings=found)
     finally:
@@ -280,17 +282,6 @@ def _gradients_at_once(model: torch.nn.Module) -> Iterator[None]:
                 "after the first; torch.utils.checkpoint does so where several of its segments use a parameter: give "
                 "it use_reentrant=False"
             )
-
-
-def _trained_copy(training: TorchTraining, trained: torch.nn.Module) -> torch.nn.Module:
-    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
-    try:
-        return trained_copy(training.model, weights_to_bytes(trained))
-    except Exception as error:
-        raise InvalidSettingsError(
-            f"the trained {type(trained).__name__} could not be returned from the workers: its state_dict() after a "
-            f"step cannot be loaded into the model that was given: {error}"
-        ) from error
 
 
 def _subject(training: TorchTraining) -> str:

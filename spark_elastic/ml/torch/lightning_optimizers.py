@@ -85,10 +85,7 @@ def _schedule(given: Any, steps_an_epoch: int | None) -> dict[str, Any]:
 class EveryNthStep:
     """A scheduler that steps another one at every nth of its own steps, as `frequency` of Lightning does.
 
-    Args:
-        scheduler: the other scheduler.
-        every: n.
-        restart: the number of own steps after which the count begins anew; None: it does not.
+    After `restart` own steps the count begins again from 0; None: it does not.
     """
 
     def __init__(self, scheduler: Any, every: int, restart: int | None) -> None:

@@ -202,7 +202,13 @@ class LoggedColumns:
 
     def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[float]:
         """Return the numbers of a forward pass, and add the states that are gathered to `piece`."""
-        self._warn_of_unexpected(logged)
+        for name in {key.name for key in logged.keys() - self._metrics.keys()} - self._unexpected - {*FACTS}:
+            self._unexpected.add(name)
+            log.warning(
+                "self.log(%r) is ignored, because the first batch did not log it: the columns of the history are "
+                "agreed on before the training. Log it in each step",
+                name,
+            )
         numbers: list[float] = []
         for key, metric in self._metrics.items():
             value, rows = logged.get(key, (None, 0.0))
@@ -215,16 +221,6 @@ class LoggedColumns:
                 if metric.gathered:
                     piece[metric.name] = metric.states(value)
         return numbers
-
-    def _warn_of_unexpected(self, logged: Mapping[LoggedName, LoggedValue]) -> None:
-        for key in logged.keys() - self._metrics.keys():
-            if key.name not in self._unexpected and key.name not in FACTS:
-                self._unexpected.add(key.name)
-                log.warning(
-                    "self.log(%r) is ignored, because the first batch did not log it: the columns of the history are "
-                    "agreed on before the training. Log it in each step",
-                    key.name,
-                )
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], live: bool = False) -> dict[str, float]:
         """Return the columns that have values; `live`: without touching a metric's object."""

@@ -293,7 +293,8 @@ class Objective:
         loss, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         learns = torch.is_grad_enabled()
         constant = not (isinstance(outputs, torch.Tensor) and outputs.requires_grad)
-        pair = not isinstance(loss, tuple) and _is_number(outputs) and constant if self.paired is None else self.paired
+        number = isinstance(outputs, (int, float)) or (isinstance(outputs, torch.Tensor) and outputs.dim() == 0)
+        pair = not isinstance(loss, tuple) and number and constant if self.paired is None else self.paired
         if learns and batch.rows > 1:  # of one row, or without gradients, outputs may look like a denominator
             self.paired = pair
         if pair:
@@ -348,10 +349,6 @@ def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the label in this shape, if the two differ by a last axis of 1 alone; else as it is."""
     shape = tuple(shape)
     return label.reshape(shape) if shape in ((*label.shape, 1), label.shape[:-1]) and shape != label.shape else label
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:

@@ -7,15 +7,11 @@ file names. `dumps`, `loads` and `pickled` are the `Codec` of estimators and mod
 
 from __future__ import annotations
 
-import builtins
-import collections
 import importlib
 import io
 import numbers
-import pickletools
-import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -166,11 +162,7 @@ def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: boo
 SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
 _FUNCTIONS_OF = ("torch.nn.functional",)
-_PLAIN = {
-    ("__builtin__", "dict"): builtins.dict,
-    ("builtins", "dict"): builtins.dict,
-    ("collections", "defaultdict"): collections.defaultdict,
-}
+_PLAIN = {"builtins.dict": dict, "collections.defaultdict": defaultdict}
 
 
 def dumps(value: Any) -> bytes | None:
@@ -187,8 +179,8 @@ def loads(file: bytes) -> Any:
     """Load what `dumps` has written. Raise CheckpointError if it names something else, is damaged, or torch unsafe."""
     trust.TORCH.check(torch.__version__)
     try:
-        needed = [_accepted(module, name) for module, name in _names_in(file)]
-    except Exception as error:  # zipfile, pickletools and imports raise errors of many classes at damaged bytes
+        needed = [_accepted(path) for path in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file))]
+    except Exception as error:  # torch and imports raise errors of many classes at damaged bytes
         raise CheckpointError(f"not a file of torch.save: {type(error).__name__}: {error}") from None
     try:
         with torch.serialization.safe_globals([each for each in needed if each is not None]):
@@ -203,20 +195,11 @@ def pickled(value: Any) -> bytes:
     return pickling.dumps(value)
 
 
-def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of everything that the pickle within the file refers to."""
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            yield module, name
-
-
-def _accepted(module: str, name: str) -> Any:
-    """Return the object if this module accepts its name; None leaves the decision to torch's own list."""
-    if (module, name) in _PLAIN:
-        return _PLAIN[module, name]
+def _accepted(path: str) -> Any:
+    """Return the class or function at this path if it is accepted here; None leaves it to torch's own list."""
+    module, _, name = path.rpartition(".")
+    if path in _PLAIN:
+        return _PLAIN[path]
     if not f"{module}.".startswith((*_CLASSES_OF, *_FUNCTIONS_OF)):
         return None
     found = getattr(importlib.import_module(module), name, None)

@@ -113,6 +113,18 @@ def describe_tensor(value: Any) -> str:
 
 
 @contextmanager
+def returned_model(name: str) -> Iterator[None]:
+    """Raise `InvalidSettingsError` for an error in making what `fit` would return now of the trained model."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"the trained {name} could not be returned from the workers: its weights after a step cannot be loaded "
+            f"into the model that was given: {error}"
+        ) from error
+
+
+@contextmanager
 def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
     """Turn an error of the optimizer's step into an InvalidSettingsError that names the optimizer."""
     try:

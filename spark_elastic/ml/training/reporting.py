@@ -99,7 +99,7 @@ class RunView:
 class Reporter:
     """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports: first the
+    A silent training reports too: its status page shows what is not printed. It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports: first the
     epochs whose end this worker has seen (the driver ignores those that it knows already), then the present position.
     """
 
@@ -110,12 +110,6 @@ class Reporter:
         self._serial = -1
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spark_elastic-report", daemon=True)
-
-    @classmethod
-    def of(cls, run: RunView) -> Reporter | None:
-        """Return the reporter of a training, also of a silent one, which has a status page; None without a driver."""
-        link = worker_link.current()
-        return None if link is None else cls(run, link)
 
     def begin(self) -> None:
         self._reported_epochs = len(self._run.history)
@@ -172,12 +166,6 @@ class EpochRows:
         self._wait_s = wait_s
         self._sent = 0
         """Rows of the history that were sent, or were there before this worker began."""
-
-    @classmethod
-    def of(cls, run: RunView) -> EpochRows | None:
-        """Return None if there are no callbacks on the driver, or there is no driver."""
-        link, wait_s = worker_link.current(), run.training.driver_decides_s
-        return None if link is None or wait_s is None else cls(run, link, wait_s)
 
     def begin(self) -> None:
         self._sent = len(self._run.history)

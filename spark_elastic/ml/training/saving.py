@@ -54,7 +54,17 @@ class CheckpointSchedule:
         self._engine = engine
         self._callbacks = callbacks
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
-        self._settings = _settings_to_match(training, engine.metrics.names)
+        dataset, cache_bytes = training.dataset, training.cache_bytes
+        order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
+        self._settings = {
+            "rows": dataset.rows("train"),
+            "seed": training.seed,
+            "shuffle": training.shuffle,
+            "order": order,  # in which `Progress.position` counts rows
+            **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
+            "metrics": list(engine.metrics.names),
+        }
+        """The settings that must be equal when a training resumes from these checkpoints."""
         self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
         self.writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
         self.begin()
@@ -122,11 +132,11 @@ class CheckpointSchedule:
 
     def _restore(self, name: str) -> Progress:
         contents = self.checkpoints.load(name)
-        written = contents.document["settings"]
+        then = contents.document["settings"]
         for key, value in self._settings.items():
-            if written.get(key) != value:
+            if then.get(key) != value:
                 raise CheckpointError(
-                    f"checkpoint {name} was written with {key}={written.get(key)!r}, but {key} is {value!r} now; use "
+                    f"checkpoint {name} was written with {key}={then.get(key)!r}, but {key} is {value!r} now; use "
                     "another run_id to start over"
                 )
         self._engine.check_conditions(contents.document.get("conditions", {}))
@@ -136,25 +146,15 @@ class CheckpointSchedule:
             raise
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"checkpoint {name} is of another model or optimizer: {error}") from error
-        load_callback_states(self._callbacks, contents.document["callbacks"])
+        states = contents.document["callbacks"]
+        have, written = [_class_name(each) for each in self._callbacks], [state["class"] for state in states]
+        if have != written:
+            raise CheckpointError(
+                f"the checkpoint was written with the callbacks {written}, but the callbacks are {have}"
+            )
+        for callback, state in zip(self._callbacks, states, strict=True):
+            callback.load_state_dict(state["state"])
         return at
-
-
-def _settings_to_match(training: Training, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that must be equal when a training resumes from a checkpoint of this one.
-
-    The read order is among them, because `Progress.position` counts rows in it.
-    """
-    dataset, cache_bytes = training.dataset, training.cache_bytes
-    order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
-    return {
-        "rows": dataset.rows("train"),
-        "seed": training.seed,
-        "shuffle": training.shuffle,
-        "order": order,
-        **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
-        "metrics": list(metrics),
-    }
 
 
 class CallbackStates:
@@ -174,15 +174,6 @@ class CallbackStates:
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
     """Return the states of the callbacks as they are written to a checkpoint."""
     return [{"class": _class_name(each), "state": dict(each.state_dict())} for each in callbacks]
-
-
-def load_callback_states(callbacks: Sequence[Callback], states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore what `callback_states` returned. Raises `CheckpointError` if the callbacks are of other classes."""
-    have, written = [_class_name(each) for each in callbacks], [state["class"] for state in states]
-    if have != written:
-        raise CheckpointError(f"the checkpoint was written with the callbacks {written}, but the callbacks are {have}")
-    for callback, state in zip(callbacks, states, strict=True):
-        callback.load_state_dict(state["state"])
 
 
 def _class_name(callback: Callback) -> str:

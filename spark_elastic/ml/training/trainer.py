@@ -41,6 +41,7 @@ from spark_elastic.ml.training.spec import (
     add_sums,
 )
 from spark_elastic.reporting.progress import epoch_line
+from spark_elastic.wire import worker_link
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -72,8 +73,9 @@ class Trainer:
         state.engine = engine
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
-        self.reporter = Reporter.of(self.view)
-        self.epoch_rows = EpochRows.of(self.view)
+        link, decides_s = worker_link.current(), training.driver_decides_s
+        self.reporter = None if link is None else Reporter(self.view, link)
+        self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
         self._checkpoints = checkpoints
         self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
