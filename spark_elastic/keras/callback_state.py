@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from spark_elastic.errors import UsageError
@@ -23,6 +24,13 @@ _PROCESS_ATTRIBUTES = frozenset(
 sign Keras flips in each process when it first looks up whether the monitored metric improves upwards or downwards."""
 _STATE_DICT = "state_dict()"
 """The name of a callback's `state_dict` among its values."""
+
+
+def refuse(callback: Any, where: str, instead: Mapping[str, str], error: type[Exception]) -> None:
+    """Raise the error if the callback is of a class of Keras by which there is something else to do."""
+    for name, why in instead.items():
+        if isinstance(callback, getattr(keras.callbacks, name, ())):
+            raise error(f"the callback {name} cannot be used in {where}: {why}")
 
 
 class NotPlain(Exception):

@@ -21,12 +21,7 @@ BY_CLASS = ("argmax", "argmax_probability")
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """The type of one output of a model.
-
-    Attributes:
-        dtype: In numpy's notation ("<f4").
-        shape: Shape of one row's value. The number of axes is fixed, their lengths may differ.
-    """
+    """The dtype ("<f4") and the shape of one row of a model's output. The lengths of the axes may differ later."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -44,12 +44,9 @@ _TYPES = {**_FACTS, "document": dict, "files": dict}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """The facts of a complete checkpoint that its manifest holds.
+    """The facts of a complete checkpoint that its manifest holds; `name` is that of its folder, see `name_of`.
 
-    Attributes:
-        name: Name of its folder, see `name_of`.
-        best: The values that callbacks follow by which this is the best epoch so far.
-        token: Token of the driver that held the run's lease.
+    It is the `best` so far by these values that callbacks follow. `token` is that of the driver's lease on the run.
     """
 
     name: str

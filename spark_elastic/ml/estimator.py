@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -78,12 +78,12 @@ _DATA_OPTION = "{}= goes into data_options={{...}}"
 """Advice for arguments of `materialize` that a `DataError` names in its `settings`: their names in an estimator."""
 
 
-@dataclass
 class FitTimings:
     """The parts of a fit with the seconds that they took; `began` is the begin of the fit, in seconds since 1970."""
 
-    began: float = field(default_factory=clock.wall)
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.began = clock.wall()
+        self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -83,11 +83,7 @@ class FeatureReader:
     def __call__(self, batch: pa.RecordBatch) -> dict[str, Any]:
         """Return, by name, an array [rows, ...] or a list with an entry per row. Valid until the next call.
 
-        Args:
-            batch: A batch with at least one row.
-
-        Raises:
-            DataError: A column has nulls, or other lengths than in training.
+        There must be a row. Raises DataError if a column has nulls, or other lengths than in training.
         """
         import pyarrow as pa
 
@@ -195,12 +191,9 @@ class Serving:
             yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
 
     def as_lists(self, batches: Iterable[Any]) -> Iterator[pa.Array]:
-        """Return the added columns of one partition: for each row a list with one struct of them.
+        """Return the added columns of one partition: for each row a list with one struct of them, or none if left out.
 
-        The list of a row that `handle_invalid` leaves out is empty.
-
-        Args:
-            batches: Of each batch the columns in the order of `groups`: a tuple of arrays, or the array if it is one.
+        Each batch has the columns in the order of `groups`: a tuple of arrays, or the array if it is one.
         """
         import pyarrow as pa
 

@@ -89,9 +89,7 @@ def _components(url: str) -> tuple[str, ...]:
 class SafeFrom:
     """The oldest version of a package whose restricted loader cannot be made to run code.
 
-    Attributes:
-        flaws: Known vulnerabilities of older versions.
-        flawed: Newer versions that have them too.
+    Older versions, and newer ones that are `flawed`, have these known vulnerabilities, `flaws`.
     """
 
     package: str

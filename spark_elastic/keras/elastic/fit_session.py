@@ -22,7 +22,7 @@ from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
-from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, set_resume_point
+from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, refuse, set_resume_point
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -44,18 +44,15 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The values of all callbacks at some moment, as far as callbacks have changed them. Immutable, so not copied.
+    """The values that each callback has changed at some moment. Immutable, so not copied.
 
-    Attributes:
-        begun: A call of `fit` has begun an epoch.
-        ended: That call has returned.
-        stopped_at: The state's epoch when it returned, if a callback has stopped the training.
-        values: By callback, the values that it has changed.
+    A call of `fit` has `begun` an epoch, and that call may have `ended`.
     """
 
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
+    """The state's epoch when the call returned, if a callback has stopped the training."""
     values: Mapping[str, Values] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
@@ -141,9 +138,7 @@ class FitCallbacks:
         if callbacks is None or callbacks is self._attached:
             return
         for callback in callbacks.callbacks:
-            for name, why in _REFUSED.items():
-                if isinstance(callback, getattr(keras.callbacks, name, ())):
-                    raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
+            refuse(callback, "an elastic loop", _REFUSED, UsageError)
         self._attached = callbacks
         around = {
             "on_train_begin": self._train_begins,

@@ -234,6 +234,4 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):
         return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
-    if isinstance(value, HasStateDict):
-        return KerasStateDictHandler(value)
-    return None
+    return KerasStateDictHandler(value) if isinstance(value, HasStateDict) else None

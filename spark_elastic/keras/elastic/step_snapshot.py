@@ -201,10 +201,7 @@ def _after(grads: list[Any]) -> AbstractContextManager[Any]:
 
 
 def wrap_train_step(
-    model: Any,
-    prepare: Callable[[], None],
-    around: Callable[[Any], AbstractContextManager[None]],
-    session: FitSession,
+    model: Any, prepare: Callable[[], None], around: Callable[[Any], AbstractContextManager[None]], session: FitSession
 ) -> Callable[[], None]:
     """Replace the train step of a model by one that runs inside of `around(data)`; `prepare` precedes its trace.
 

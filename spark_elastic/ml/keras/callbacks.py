@@ -16,7 +16,7 @@ import keras
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.keras.callback_state import CallbackSnapshot
+from spark_elastic.keras.callback_state import CallbackSnapshot, refuse
 from spark_elastic.ml.callbacks import Callback, Logs, Run
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
@@ -35,9 +35,7 @@ class KerasCallback(Callback):
     """A callback of Keras as a `Callback`. Raises InvalidSettingsError if it cannot be used in an elastic training."""
 
     def __init__(self, wrapped: Any, training: Training, model: Any, shared: SharedLogs) -> None:
-        for name, why in REFUSED.items():
-            if isinstance(wrapped, getattr(keras.callbacks, name, ())):
-                raise InvalidSettingsError(f"the callback {name} cannot be used in an estimator: {why}")
+        refuse(wrapped, "an estimator", REFUSED, InvalidSettingsError)
         self.wrapped = wrapped
         self.rank_0_only = bool(getattr(wrapped, "rank_0_only", isinstance(wrapped, RANK_0_ONLY)))
         self._training = training

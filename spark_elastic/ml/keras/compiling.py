@@ -344,9 +344,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
             raise InvalidSettingsError(f"{len(loss)} losses for the {len(names)} outputs of the model: {names}")
         named = names if names is not None else [None] * len(loss)
         return [(name, each) for name, each in zip(named, loss, strict=True) if each is not None]
-    if loss is None:
-        return []
-    return [(name, loss) for name in (names if names is not None else [None])]
+    return [] if loss is None else [(name, loss) for name in (names if names is not None else [None])]
 
 
 def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tuple[str | None, Any]]:

@@ -26,12 +26,7 @@ from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
-from spark_elastic.ml.keras.metrics import (
-    KerasMetricAccumulator,
-    complete_losses,
-    count_by_row,
-    count_losses_by_row,
-)
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, complete_losses, count_by_row, count_losses_by_row
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
@@ -53,12 +48,9 @@ MODEL_FILE = "model.weights.npz"
 
 
 class PreparedModel(NamedTuple):
-    """A compiled model that is ready for its first step, with the objects that run a step.
+    """A compiled model, with all variables, that is ready for its first step, and the objects that run a step.
 
-    Attributes:
-        model: the compiled model, with all of its variables already created.
-        compiled: the arguments of `compile` that the user gave.
-        averaged: the names of the metric functions that return one number for all rows instead of one for each row.
+    `compiled` are the arguments that the user gave; `averaged` are the metric functions that return one number.
     """
 
     model: Any
@@ -147,7 +139,7 @@ class KerasEngine(Engine):
             self._stepping = True
             halves = [key & 0x3FFFFFFF, key >> 34]
             uncounted = self._uncounted(batch)
-            numbers = self._graphs.step(batch.parts, batch.global_rows, totals, halves, stop, uncounted).numpy()
+            numbers = self._graphs.step(batch, totals, halves, stop, uncounted).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))

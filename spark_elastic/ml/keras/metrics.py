@@ -70,9 +70,7 @@ def _each(function: Callable[[Any], Any], values: Any) -> Any:
     """Apply a function to each entry of lists and dicts; the configuration of a Keras object is one entry."""
     if isinstance(values, Mapping) and "class_name" not in values:
         return {name: _each(function, one) for name, one in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_each(function, one) for one in values]
-    return function(values)
+    return [_each(function, one) for one in values] if isinstance(values, (list, tuple)) else function(values)
 
 
 def _by_row(function: Any, averaged: list[str]) -> Any:

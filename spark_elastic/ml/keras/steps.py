@@ -17,7 +17,7 @@ import torch
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
+from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
@@ -225,20 +225,13 @@ class StepGraphs:
         return list(reduce(torch.from_numpy(own)).tolist())
 
     def step(
-        self,
-        parts: Sequence[BatchPart],
-        global_rows: int,
-        totals: Sequence[float],
-        key: Sequence[int],
-        stop: bool,
-        uncounted: Sequence[BatchPart] = (),
+        self, batch: KerasBatch, totals: Sequence[float], key: Sequence[int], stop: bool, uncounted: Sequence[BatchPart]
     ) -> Any:
-        """Reduce the gradients of all parts and apply them. If it raises, `undo_step` undoes it.
+        """Reduce the gradients of all parts of a batch and apply them. If it raises, `undo_step` undoes it.
 
         Args:
-            parts: the parts of this worker's rows.
-            global_rows: the number of rows of the global batch.
-            totals: the denominators of the losses in it.
+            batch: this worker's share of the batch.
+            totals: the denominators of the losses in the whole batch.
             key: the seed of the step, two numbers.
             stop: this worker asks to stop.
             uncounted: passes made only so that layers run equally often on all workers; they change neither gradients
@@ -247,6 +240,7 @@ class StepGraphs:
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
         """
+        parts, global_rows = batch.parts, batch.global_rows
         of_step = tf.constant([*key, int(stop)], tf.int64)
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)

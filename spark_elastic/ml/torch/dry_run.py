@@ -38,17 +38,12 @@ from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
 
-_OF_TABLES = (
-    (
-        "max_norm",
-        "changes the weights of those rows of the table that a worker's share of a batch uses. Set no max_norm, and "
-        "bound the rows of the table in a hook of the optimizer: register_step_post_hook",
-    ),
-    (
-        "scale_grad_by_freq",
-        "divides gradients by how often a worker's share of a batch uses a row of the table. Leave it out",
-    ),
-)
+_OF_TABLES = {
+    "max_norm": "changes the weights of those rows of the table that a worker's share of a batch uses. Set no "
+    "max_norm, and bound the rows of the table in a hook of the optimizer: register_step_post_hook",
+    "scale_grad_by_freq": "divides gradients by how often a worker's share of a batch uses a row of the table. Leave "
+    "it out",
+}
 """Options of embeddings, and what they do."""
 _GLOBAL_HOOKS = re.compile(r"_global_(optimizer_|forward_|backward_)(pre_|post_)?hooks$")
 
@@ -193,7 +188,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
 def _check_tables(training: TorchTraining) -> None:
     """Raise InvalidSettingsError for embeddings whose weights or gradients depend on all rows of a batch together."""
     for name, module in training.model.named_modules():
-        for option, does in _OF_TABLES if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ():
+        for option, does in _OF_TABLES.items() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ():
             if getattr(module, option) and not training.loss_is_per_worker:
                 raise InvalidSettingsError(
                     f"{name or 'the model'} is an {type(module).__name__} with {option}={getattr(module, option)}, "

@@ -71,14 +71,8 @@ class TorchEngine(Engine):
         self._own_loss: float | None = None
         """The loss of this worker's rows in the last step, if it was NaN or infinite."""
 
-    def _reducing(
-        self,
-        training: TorchTraining,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-    ) -> Any:
-        """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters."""
+    def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
+        """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,

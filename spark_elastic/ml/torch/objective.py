@@ -99,10 +99,7 @@ _RULES: Mapping[Any, str] = {
 }
 """The rule for a prediction from the output of torch's losses, which are classes and functions."""
 
-_KNOWN = {
-    *_RULES,
-    *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss),
-}
+_KNOWN = {*_RULES, *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss)}
 """The losses of torch that take an output and a label."""
 _COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}
 """Those whose mean is divided by the (class weights of the) labels that are not ignored."""

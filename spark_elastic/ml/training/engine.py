@@ -77,12 +77,7 @@ def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 class Measured(NamedTuple):
-    """The measurements of one step, over all workers.
-
-    Attributes:
-        pieces: Metric states that cannot be added.
-        stop: A worker requested the end of the training.
-    """
+    """The measurements of one step, over all workers, and whether one of them requested the end of the training."""
 
     sums: Sums
     pieces: tuple[Piece, ...]
@@ -223,9 +218,7 @@ class Engine(ABC):
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
 
-        Raises:
-            CheckpointError: The files were not made by `copies`.
-            KeyError, ValueError, RuntimeError, TypeError: The files belong to another model.
+        Raises CheckpointError if `copies` did not make the files, and other errors if they belong to another model.
         """
 
     def close(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
@@ -233,28 +226,20 @@ class Engine(ABC):
 
 
 class TrainingState(ElasticState):
-    """The elastic state of a training: the framework's tensors, and how far the training has come.
+    """The elastic state of a training: the framework's tensors, and how far the training has come (`at`).
 
     Its tensors are never copied: no collective follows a change of them before `at` counts it, so that both belong
     together wherever a collective can fail, except within an optimizer that calls collectives itself.
-
-    Attributes:
-        at: The progress of the training.
-        engine: The engine, set by the trainer.
     """
 
     at: Progress
-    engine: Engine | None = None
+    engine: Engine | None = None  # set by the trainer
 
     def save(self) -> None:
         self._counter.saved_version = self.version
 
     def restore(self) -> None:
-        """Keep the present values.
-
-        Raises:
-            UsageError: A collective failed within the optimizer's step, which may have changed some parameters.
-        """
+        """Keep the present values. Raises UsageError if a collective failed within the optimizer's step."""
         if self.engine is not None and self.engine.updating:
             raise UsageError(
                 "a worker was lost while the optimizer changed the parameters, which cannot be undone: an optimizer of "

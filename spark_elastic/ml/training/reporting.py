@@ -99,8 +99,9 @@ class RunView:
 class Reporter:
     """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    A silent training reports too: its status page shows what is not printed. It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports: first the
-    epochs whose end this worker has seen (the driver ignores those that it knows already), then the present position.
+    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports, also of a
+    silent training, which has a status page: first the epochs whose end this worker has seen (the driver ignores those
+    that it knows already), then the present position.
     """
 
     def __init__(self, run: RunView, link: WorkerLink) -> None:
