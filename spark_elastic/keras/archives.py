@@ -85,10 +85,7 @@ def check_names_no_files(config: Any, own: Mapping[str, Any] = MappingProxyType(
 
 
 def _check_hdf5(file: Any, name: str) -> Any:
-    """Return the configuration in an HDF5 file of a whole model, or None; follow no links.
-
-    Raises CheckpointError if it is no such file, or has links or storage outside of itself.
-    """
+    """Return the configuration in an HDF5 file of a model, or None; raise CheckpointError for links and such."""
     import h5py  # installed with Keras
 
     try:

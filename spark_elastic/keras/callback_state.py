@@ -39,10 +39,7 @@ class NotPlain(Exception):
 
 @dataclass(frozen=True, eq=False)
 class CallbackSnapshot:
-    """The plain attributes of a callback at some moment, by name. Immutable, so a copy is the object itself.
-
-    `begun` says that `on_train_begin` of the callback was called before.
-    """
+    """The plain attributes of a callback, and whether its training had begun; immutable, so never copied."""
 
     begun: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)

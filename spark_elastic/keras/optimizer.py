@@ -47,10 +47,7 @@ class ReducingOptimizer:
         return 1 if self._steps is None else int(self._steps.passes)
 
     def steps_applied(self) -> Any:
-        """Return the number of steps whose gradients were reduced here, also those that loss scaling skipped.
-
-        Inside a `tf.function` it is a tensor.
-        """
+        """Return the number of steps reduced here, also of those that loss scaling skipped; in a graph, a tensor."""
         return self._steps.applied()
 
     def build(self, variables: Sequence[Any]) -> None:

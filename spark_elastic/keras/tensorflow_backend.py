@@ -19,10 +19,7 @@ Update = Callable[[list[Gradient]], None]
 
 
 class TensorFlowSteps:
-    """The steps of one optimizer: accumulates the gradients of `passes` calls, reduces them and applies them.
-
-    `average` says to divide the accumulated gradients by `passes`.
-    """
+    """The steps of an optimizer: adds up or averages gradients of `passes` calls, reduces and applies them."""
 
     def __init__(self, reducer: GradientReducer, passes: int, average: bool) -> None:
         self.passes = passes

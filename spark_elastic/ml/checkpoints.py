@@ -58,10 +58,7 @@ class CheckpointFacts:
 
 
 def name_of(serial: int, token: int = 0) -> str:
-    """Return a checkpoint's folder name.
-
-    `serial` counts steps and validation turns; `token` is that of the driver's lease on the run.
-    """
+    """Return a checkpoint's folder name: `serial` counts steps and validation turns, `token` is of the lease."""
     return f"{serial:012d}" if not token else f"{serial:012d}.{token:06d}"
 
 
@@ -121,10 +118,7 @@ class Checkpoints:
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """Return the newest checkpoint whose checksums are right; None if none was completed.
-
-        Raises `CheckpointError` if all are damaged, or the storage does not let a newer one be read.
-        """
+        """Return the newest intact checkpoint. Raise `CheckpointError` if all are damaged, or one cannot be read."""
         damaged = []
         for name in reversed(self._names()):
             try:

@@ -259,10 +259,7 @@ class DeclaredParam(Param[Any]):
 
 
 def setting(doc: str, convert: Converter, default: Any = None) -> Any:
-    """Declare a Param. None is never converted if it is the default; otherwise `convert` decides what it means.
-
-    The default is a plain value, so that saved defaults are readable.
-    """
+    """Declare a Param with a plain default, for readable files. None is converted unless it is the default."""
     return DeclaredParam(doc, convert, default)
 
 

@@ -243,11 +243,7 @@ class ElasticReader(MLReader[T], Generic[T]):
 
 
 def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return the settings that were set, without credentials.
-
-    Returns:
-        The settings that JSON can hold; the others; the names of those left out because they may hold credentials.
-    """
+    """Return the settings for JSON, those for files, and the names of those left out, which may hold credentials."""
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     left_out: list[str] = []

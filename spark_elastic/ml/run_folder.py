@@ -115,10 +115,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
 
 
 def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
-    """Remove folders of `transient_run` whose driver was killed: their lease has expired, and all files are old.
-
-    Returns their names.
-    """
+    """Remove folders of `transient_run` with an expired lease and old files alone; return their names."""
     removed = []
     found = [entry for entry in runs.list() if entry.is_dir and _TRANSIENT_NAME.match(entry.path)]
     now = runs.now() if found else 0.0

@@ -159,10 +159,7 @@ class RunMissingError(FileNotFoundError):
 
 
 class RunLease:
-    """The lease of this process on a run, made by `held_run`. Its thread sends the heartbeats.
-
-    If the run's folder is not there for `patience_s`, the lease is given up: it was deleted.
-    """
+    """The lease of this process on a run, which its thread renews until the folder is away for `patience_s`."""
 
     def __init__(self, run: Store, owner: Owner, beat_s: float, patience_s: float = LEASE_S) -> None:
         self.fence = Fence(run, owner.token, owner.name)

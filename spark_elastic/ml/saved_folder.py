@@ -99,10 +99,7 @@ def check_name(path: str, name: str) -> None:
 
 
 class SparkFolder:
-    """The same for a folder of the filesystem that Spark uses for the path, as for Spark ML's stages next to it.
-
-    Files are copied through this machine's disk.
-    """
+    """The same in the filesystem that Spark uses for the path, by copies on this machine's disk."""
 
     def __init__(self, spark: Any, path: str) -> None:
         self._spark = spark

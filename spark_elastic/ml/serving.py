@@ -246,10 +246,7 @@ class Serving:
     def _values(
         self, predict: Predictor, features: dict[str, Any], rows: int
     ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
-        """Compute one Arrow batch in batches of the model.
-
-        Returns: for each column the values of each part, without rows without a prediction; and which rows those are.
-        """
+        """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
             part = {name: value[start : start + self.batch_size] for name, value in features.items()}

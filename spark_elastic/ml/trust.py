@@ -48,10 +48,7 @@ def is_trusted() -> bool:
 
 
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
-    """Return whether the deployment trusts the files at this path.
-
-    `qualified` makes a full URI of a path, so that "/models" and "file:///models" are equal.
-    """
+    """Return whether the deployment trusts the files at this path; `qualified` makes a full URI of a path."""
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:
         return True

@@ -70,10 +70,7 @@ def check_steps(steps: int | None, batches: int) -> None:
 
 
 def with_class_weight(parts: tuple[Any, ...], class_weight: Mapping[int, float]) -> tuple[Any, ...]:
-    """Return (x, y, sample weights) where the weights are multiplied by those of the rows' classes, 1 without one.
-
-    Raises UsageError if there are no targets, or those of several outputs.
-    """
+    """Return (x, y, weights) with the weights of the rows' classes; raise UsageError without targets of one output."""
     if len(parts) < 2 or not isinstance(parts[1], np.ndarray):
         raise UsageError(
             "class_weight needs the targets of one output as y of the ElasticDataset; for a model with several "

@@ -44,10 +44,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The values that each callback has changed at some moment. Immutable, so not copied.
-
-    A call of `fit` has `begun` an epoch, and that call may have `ended`.
-    """
+    """The values that each callback has changed, and whether a `fit` has begun an epoch and ended. Immutable."""
 
     begun: bool = False
     ended: bool = False
@@ -71,10 +68,7 @@ class _WatchedCallback:
 
 
 class FitCallbacks:
-    """A value of a `KerasState`: the values of the callbacks that `fit` is called with.
-
-    `epoch` returns the state's epoch, None if the state does not count epochs.
-    """
+    """A value of a `KerasState`, of which `epoch` returns the epoch: the values of the callbacks of `fit`."""
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
         self.detached: Callable[[], None] = lambda: None
@@ -128,11 +122,7 @@ class FitCallbacks:
     # --- called by `fit` ----------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Observe all callbacks of `fit`; a callback calls this from its `set_model`.
-
-        Raises:
-            UsageError: A callback cannot be used in an elastic loop.
-        """
+        """Observe all callbacks of `fit`, from `set_model` of one; raise UsageError if one cannot be used in a loop."""
         # Keras gives a callback no access to the list of callbacks, which is a caller of `set_model`
         callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
         if callbacks is None or callbacks is self._attached:

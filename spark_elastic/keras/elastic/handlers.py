@@ -106,10 +106,7 @@ class VariablesHandler(StateHandler):
 
 
 class ModelHandler(VariablesHandler):
-    """The handler of a model or layer: its weights, and the seeds of its random layers.
-
-    Copies include the metrics of a compiled model, so that `restore` returns the metrics of the epoch, too.
-    """
+    """The handler of a model or layer: weights, seeds of random layers and, in copies alone, the metrics."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value, "the model")

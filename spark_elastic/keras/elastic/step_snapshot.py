@@ -21,10 +21,7 @@ from spark_elastic.keras.optimizer import build_for, reduces
 
 
 class StepSnapshot:
-    """Copies of the present `variables`, made at the start of the last step.
-
-    `steps` returns the number of optimizer steps applied so far; in a graph, a tensor.
-    """
+    """Copies of variables, made at the start of the last step, and the number of steps applied until then."""
 
     def __init__(self, variables: Callable[[], list[Variable]], steps: Callable[[], Any]) -> None:
         self._variables = variables

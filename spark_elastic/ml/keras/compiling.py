@@ -103,10 +103,7 @@ def output_names(model: Any) -> list[str] | None:
 
 
 def check_kept(model: Any, at: int, name: str, values: Any) -> None:
-    """Raise DataError if an array has integers that the type of the model's input number `at` cannot hold.
-
-    Keras would cast them silently. `name` is the name of the array for the error.
-    """
+    """Raise DataError if the array `name` has integers that input number `at` cannot hold: Keras would cast them."""
     if values.dtype.kind not in "iu" or not values.size:
         return
     inputs = getattr(model, "inputs", None) or []

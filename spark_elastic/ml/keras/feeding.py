@@ -135,10 +135,7 @@ class BatchFeeder:
                 yield KerasBatch(parts, batch.rows, batch.global_rows, batch.start, batch.stop)
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
-        """Return a batch as tuples of arrays, divided into at most `parts` parts of about equal size; [] without rows.
-
-        The default is the number of parts of gradient accumulation.
-        """
+        """Return a batch as tuples of arrays in at most `parts` parts, or those of accumulation; [] without rows."""
         if not batch.rows:
             return []
         columns = self._columns.of(batch)

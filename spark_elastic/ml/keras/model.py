@@ -166,10 +166,7 @@ class KerasSavedPredictor:
 
 
 class KerasPredictor:
-    """A function that calls a model with arrays by name and returns its outputs as arrays, or None.
-
-    The call is traced once for each combination of types and shapes of rows.
-    """
+    """Calls a model with arrays by name; returns arrays or None. Traced once for all rows of one type and shape."""
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
         self._model = model

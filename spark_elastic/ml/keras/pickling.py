@@ -30,10 +30,7 @@ class KerasPickle:
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
-        """Pickle Keras objects and plain values; raise what pickle and Keras raise for others.
-
-        Classes and functions that are used within the value need not be among the custom objects.
-        """
+        """Pickle Keras objects and plain values, with the user's classes in them; raise what pickle and Keras raise."""
         return cls(dumps(value, custom_objects))
 
     def load(self) -> Any:

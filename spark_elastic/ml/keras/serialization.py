@@ -57,10 +57,7 @@ def architecture(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_uncompiled(model: Any) -> Iterator[None]:
-    """Keep losses and metrics, which may have no configuration, out of the archive.
-
-    One thread at a time, because the fits of a CrossValidator share one model.
-    """
+    """Keep losses and metrics out of the archive. One thread at a time: the fits of a CrossValidator share a model."""
     with _saving, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras warns of lambdas, which the caller handles
         compiled = [each for each in model._flatten_layers() if vars(each).get("compiled")]
@@ -322,10 +319,7 @@ _PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "register
 
 
 def comparable_config(value: Any) -> Any:
-    """Replace Keras objects by their configurations, with layers numbered in the order of their appearance.
-
-    Another process may name the layer `dense` `dense_3`.
-    """
+    """Replace Keras objects by configurations with numbered layers, whose names differ between processes."""
     if isinstance(value, (list, tuple)):
         return [comparable_config(each) for each in value]
     if isinstance(value, Mapping):

@@ -201,10 +201,7 @@ class StepGraphs:
         return self._metrics.of_returned("val_", logs, of_part[0])
 
     def _denominators(self, tensors: Any) -> Any:
-        """Return the denominators of the counted losses of some rows: float64, shape [losses], 0 for the others.
-
-        TensorFlow leaves out all of the forward pass that no mask depends on.
-        """
+        """Return the denominators of counted losses of some rows: float64, shape [losses], 0 for the other losses."""
         x, y, weights = (*self._feeder.structure(tensors), None)[:3]
         with keras.StatelessScope():  # neither metrics nor a loss with a state count this call
             self._model._compile_loss(y, self._model(x, training=False), weights)
@@ -215,10 +212,7 @@ class StepGraphs:
     # --- calls ------------------------------------------------------------------------------------
 
     def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
-        """Return the denominator of each loss in the whole batch, for `part_arguments`.
-
-        `reduce` adds up a vector of denominators of this worker's parts, float64 [losses], over all workers.
-        """
+        """Return each loss's denominator in the whole batch; `reduce` adds up float64 [losses] over all workers."""
         if not self._shares.counted:
             return [1.0] * self._shares.terms
         own = sum((self._count(part.tensors).numpy() for part in parts), np.zeros(self._shares.terms))
@@ -285,10 +279,7 @@ def seeds_of(model: Any) -> list[Any]:
 
 
 def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes zeros in place of a gradient of a variable of this shape; a sparse one is empty.
-
-    The gradient's own shape is not fully known in some graphs.
-    """
+    """Return a function that makes zeros in place of a gradient of a variable of this shape; a sparse one is empty."""
     if grad is None:
         return lambda: None
     if not isinstance(grad, tf.IndexedSlices):
@@ -334,10 +325,7 @@ def _values(grad: Any) -> Any:
 
 
 def _unique_indices(grad: Any) -> Any:
-    """Add up the entries of a sparse gradient that have the same index.
-
-    Rows and workers share indices; clipping and some optimizers would treat each entry as a gradient by itself.
-    """
+    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients."""
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     places, which = tf.unique(grad.indices)

@@ -70,10 +70,7 @@ def train(training: KerasTraining) -> TrainingResult:
 
 
 def check_backend(user: str) -> None:
-    """Check that Keras 3 is installed and runs on TensorFlow, for the class `user`.
-
-    Raises MissingExtraError if a package is missing, InvalidSettingsError for another version or backend.
-    """
+    """Raise MissingExtraError or InvalidSettingsError, for the class `user`, unless Keras 3 runs on TensorFlow."""
     try:
         import keras
         import tensorflow  # noqa: F401  (on another backend Keras does not import it)

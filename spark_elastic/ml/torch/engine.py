@@ -295,10 +295,7 @@ def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: fl
 
 
 class GradientHooks:
-    """The user's hooks of a model's parameters, which are called with the reduced gradients.
-
-    Torch would call them in each worker, with the gradient of a share of the batch.
-    """
+    """The user's hooks of parameters, called with reduced gradients; torch would call them with those of a share."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._hooks = [(param, *hooks) for param in model.parameters() if any(hooks := hooks_of(param))]

@@ -96,10 +96,7 @@ def check_module(module: Any) -> None:
 
 
 class ModuleTrainer:
-    """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here.
-
-    `steps_an_epoch` is None if it depends on the number of workers.
-    """
+    """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here."""
 
     logger = None
     progress_bar_callback = None

@@ -104,10 +104,7 @@ class TorchSavedPredictor:
 
 
 class TorchPredictor:
-    """A function that calls a module with arrays by name and returns its outputs, tensors as arrays.
-
-    Raises DataError if an input is not an array.
-    """
+    """Calls a module with arrays by name and returns its outputs, tensors as arrays."""
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._call = prediction_call(module)

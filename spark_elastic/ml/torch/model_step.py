@@ -130,10 +130,7 @@ class ModelStep(ABC):
     exact = False
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
-        """Return settings of `TorchTraining` that follow from the model and from the number of steps.
-
-        `steps_an_epoch` is None if it depends on the number of workers.
-        """
+        """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
     def set_mode(self, model: Any, training: bool) -> None:

@@ -331,10 +331,7 @@ class Objective:
         return global_rows / counts[0]
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ...
-
-        There is none if a `ModelStep` computed no loss.
-        """
+        """Return the columns "loss" and, of several losses, "loss_0", ...; none if a `ModelStep` computed no loss."""
         if self._step is not None and not any(counts):
             return {}
         each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]

@@ -108,11 +108,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
 
 
 class LearningRateSchedule:
-    """The learning rate scheduler of a training (None: the rate is constant), and when it steps.
-
-    Raises:
-        InvalidSettingsError: the scheduler does not go with the optimizer or the other settings.
-    """
+    """The learning rate scheduler, None for a constant rate; raise InvalidSettingsError if it does not fit the rest."""
 
     def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer) -> None:
         given = training.lr_scheduler

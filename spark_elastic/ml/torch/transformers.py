@@ -17,10 +17,7 @@ _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class NamedInputs(torch.nn.Module):
-    """A model that takes its inputs by name, as a module that takes them by position and returns the logits.
-
-    `model` is the model itself: `fitted.module.model`.
-    """
+    """A model (`model`) that takes inputs by name, as a module that takes them by position and returns the logits."""
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[str]) -> None:
         super().__init__()
@@ -93,11 +90,7 @@ def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an estimator that trains the model; `given` are those of the caller.
-
-    Raises:
-        InvalidSettingsError: The model or a setting does not fit.
-    """
+    """Return the settings of an estimator for the model, with those of the caller, `given`."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidSettingsError(f"from_transformers needs a torch.nn.Module, not {model!r:.200}")
     names = {name: _columns(given, name, example) for name, example in _EXAMPLES.items()}

@@ -136,10 +136,7 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
 
 
 def round_trip_pickle(training: T) -> T:
-    """Return a copy made by pickling the training as a whole, because its parts may share objects.
-
-    Raises NotPicklableError, which names the setting that cannot be pickled.
-    """
+    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting."""
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:

@@ -47,10 +47,7 @@ class MetricAccumulator(ABC):
 
     @abstractmethod
     def live_logs(self, sums: Sums) -> dict[str, float]:
-        """Compute those of `logs` that are plain means, without touching the metrics' own objects.
-
-        Safe on any thread at any moment: the objects belong to the thread that trains.
-        """
+        """Compute the plain means of `logs`. Safe on any thread: the metrics' objects belong to the one that trains."""
 
     def rows(self, sums: Sums) -> int:
         return int(sums[self.rows_position])

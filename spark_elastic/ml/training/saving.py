@@ -107,10 +107,7 @@ class CheckpointSchedule:
             print(f"writing a checkpoint of step {at.step}", flush=True)
 
     def first_progress(self) -> Progress:
-        """Return the progress of the checkpoint to resume from, or of the start.
-
-        Raises `CheckpointError` if the checkpoint cannot be used.
-        """
+        """Return the progress to resume from, or of the start. Raise `CheckpointError` for an unusable checkpoint."""
         if self._training.resume_from is None or loops.kept(loops.entered + 1) is not None:
             return Progress()  # in a further call of the function, the state of the one before is taken over
         try:

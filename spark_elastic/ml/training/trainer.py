@@ -325,10 +325,7 @@ class Trainer:
         self.state.check_host_updates()
 
     def _epoch_logs(self, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values of training and of validation.
-
-        They come from the sums and the clock of rank 0, so that all workers have the same bits.
-        """
+        """Return the values of training and of validation, computed of rank 0's sums: the same bits on all workers."""
         now = clock.wall()
         facts = torch.tensor([now - (at.began or now), now, *at.sums, *at.val_sums], dtype=torch.float64)
         broadcast_(facts, 0)
