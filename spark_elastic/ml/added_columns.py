@@ -98,11 +98,6 @@ def suits(rule: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 if rule in BY_CLASS else shape in ((), (1,))
 
 
-def rule_of_shape(shape: tuple[int, ...]) -> str | None:
-    """Return the rule for an output when the loss does not say; None if the shape allows several."""
-    return "value" if shape in ((), (1,)) else None
-
-
 def spark_type(column: AddedColumn) -> Any:
     """Return the Spark DataType of the column."""
     from pyspark.ml.linalg import VectorUDT

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return the fields of features_0, features_1, ...; a shape of the setting `input_shapes` replaces the stored one."""
+    """Return the fields of features_0, features_1, ...; a shape in the setting `input_shapes` replaces the stored."""
     stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(

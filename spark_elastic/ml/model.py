@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typ
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
 from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
-from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits
+from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
@@ -360,7 +360,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")
         if chosen == "auto":
-            return self._facts_of_fit().rule or rule_of_shape(output.shape)
+            return self._facts_of_fit().rule or ("value" if suits("value", output.shape) else None)
         if not suits(chosen, output.shape):
             raise InvalidSettingsError(
                 f"prediction={chosen!r} does not go with the model's first output, whose rows have shape "

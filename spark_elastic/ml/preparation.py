@@ -219,11 +219,6 @@ def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
     return value.reshape(rows, *shape) if shape is not None and isinstance(value, np.ndarray) else value
 
 
-def is_trained_on(name: str) -> bool:
-    """Return whether a column of that name is given to the model or its loss."""
-    return name.startswith((INPUT, LABEL)) or name == WEIGHT
-
-
 def ragged_column_error(name: str, value: Any) -> DataError:
     """Return the error for a column of which no tensor can be made."""
     return DataError(

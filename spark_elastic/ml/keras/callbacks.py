@@ -17,7 +17,7 @@ import keras
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.callback_state import CallbackSnapshot, refuse
-from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.ml.callbacks import Callback, Logs, Run, check_kinds
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
@@ -216,12 +216,8 @@ def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) ->
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Raise InvalidSettingsError if a value is not a callback of this package or of Keras."""
-    for one in callbacks:
-        if not isinstance(one, (Callback, keras.callbacks.Callback)):
-            raise InvalidSettingsError(
-                "callbacks must be a list of spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback and "
-                f"spark_elastic.DriverCallback, not of {one!r}"
-            )
+    names = "spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback"
+    check_kinds(callbacks, (Callback, keras.callbacks.Callback), names)
 
 
 def _learning_rate(optimizer: Any) -> float | None:

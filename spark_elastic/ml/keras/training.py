@@ -6,6 +6,7 @@ without TensorFlow, and its functions are called before anything else of TensorF
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -116,16 +117,12 @@ def prefer_backend() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of TensorFlow's threads; log the difference if TensorFlow already runs with another number."""
+    """Set the number of TensorFlow's threads, unless TensorFlow runs already."""
     import tensorflow as tf
 
-    try:
+    with contextlib.suppress(RuntimeError):
         tf.config.threading.set_intra_op_parallelism_threads(count)
         tf.config.threading.set_inter_op_parallelism_threads(count)
-    except RuntimeError:
-        has = tf.config.threading.get_intra_op_parallelism_threads()
-        if has != count:
-            log.info("TensorFlow runs with %s threads in this process, and cannot change to %s", has or "all", count)
 
 
 def _choose_device(asked: str | None, local_rank: int) -> None:

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidSettingsError, UsageError
 from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.estimator import ElasticEstimator, FitTimings
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
@@ -320,12 +320,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                     "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
                     "optimizer that returns a scheduler"
                 )
-        for callback in self._worker_callbacks():
-            if not isinstance(callback, Callback):
-                raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and spark_elastic.DriverCallback, "
-                    f"not of {callback!r}"
-                )
+        check_kinds(self._worker_callbacks(), (Callback,), "spark_elastic.ml.callbacks.Callback")
         if self._given("device") not in (None, "auto"):
             try:
                 torch.device(self._given("device"))

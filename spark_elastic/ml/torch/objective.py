@@ -28,7 +28,6 @@ from spark_elastic.ml.preparation import (
     LABEL,
     WEIGHT,
     Columns,
-    is_trained_on,
     numbered,
     ragged_column_error,
     split_evenly,
@@ -75,7 +74,7 @@ class BatchMaker:
         if isinstance(value, torch.Tensor):
             # Rows are views of records. Models that were written for a DataLoader call view(-1), which needs this.
             return value.contiguous().to(self._device, non_blocking=True)
-        if is_trained_on(name):
+        if name.startswith((INPUT, LABEL)) or name == WEIGHT:
             raise ragged_column_error(name, value)
         return value
 

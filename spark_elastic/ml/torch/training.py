@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.process import process
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
@@ -16,8 +14,6 @@ from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
-
-log = logging.getLogger("spark_elastic.ml")
 
 
 def train(training: TorchTraining) -> TrainingResult:
@@ -34,8 +30,6 @@ def train(training: TorchTraining) -> TrainingResult:
 
 def assemble(training: TorchTraining) -> Trainer:
     """Build the trainer of this worker; raise as `train` does."""
-    if training.compression != "none" and hvd.size() == 1 and not process.provisional:
-        log.info("gradient_compression has no effect in a world of one worker")
     callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
