@@ -89,11 +89,6 @@ class Checkpoints:
         self._unreadable: set[str] = set()
         """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
 
-    @property
-    def token(self) -> int:
-        """The token of checkpoints that are written here."""
-        return self._fence.token if self._fence is not None else 0
-
     def newest_token(self) -> int:
         """Return the largest token among the present checkpoints; 0 if there is none."""
         return max((age_of(name)[0] for name in self._names()), default=0)

@@ -39,8 +39,6 @@ log = logging.getLogger("spark_elastic.ml")
 
 FORMAT = 1
 _DATA = "data"
-_LOCATIONS = ("store",)
-"""Settings that name a location, and are saved as its URL."""
 
 T = TypeVar("T", bound="Savable")
 
@@ -250,7 +248,7 @@ def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], li
     for param, value in instance._paramMap.items():
         if param.name == "callbacks":
             value = _without_driver_callbacks(instance, value)
-        if param.name in _LOCATIONS and isinstance(value, (os.PathLike, Store)):
+        if param.name == "store" and isinstance(value, (os.PathLike, Store)):
             value = value.address if isinstance(value, Store) else os.fspath(value)
         if value is not None:
             value, names = without_secrets(param.name, value)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spark_elastic.ml")
 
-RUNS = "runs"
-"""In the store: the folder of the run folders."""
 _IDENTITY_FILE = "run.json"
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
@@ -150,7 +148,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         """Return the parent of the run folders: `checkpoint_dir`, or a folder in the store."""
         checkpoint_dir = self._given("checkpoint_dir")
         if checkpoint_dir is None:
-            return self._base_store().sub(RUNS)
+            return self._base_store().sub("runs")
         return Store.create(checkpoint_dir, self._given("storage_options"))
 
     def _check_shared(self, context: Any) -> None:
@@ -226,8 +224,16 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if the run's checkpoints are of another training."""
-        found = _read_identity(run) if run.exists(_IDENTITY_FILE) else {}
+        """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
+        try:
+            found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
+            if not isinstance(found, dict):
+                raise ValueError(f"a {type(found).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
+                f"{error}. Choose another run_id, or set resume=False to delete them and start over"
+            ) from error
         different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different[:1] == ["shards"]:
             raise CheckpointError(
@@ -251,20 +257,6 @@ def clear(run: Store, lease: RunLease) -> None:
         if entry.path != OWNERS:
             lease.check()
             run.delete(entry.path)
-
-
-def _read_identity(run: Store) -> dict[str, Any]:
-    """Return what `run.json` says. Raises `CheckpointError` if it is damaged."""
-    try:
-        found = json.loads(run.read_bytes(_IDENTITY_FILE))
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}, not an object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
-            f"{error}. Choose another run_id, or set resume=False to delete them and start over"
-        ) from error
-    return found
 
 
 # --- descriptions of settings that are equal in every process -------------------------------------

@@ -21,11 +21,9 @@ log = logging.getLogger("spark_elastic.ml")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The results of a training's job, and the files that its workers wrote.
+    """The results of a training's job, and the files that its workers wrote; `unsaved` came with the results.
 
-    Attributes:
-        unsaved: Files by name that could not be written to the run's folder and came with the results.
-        stopped: Why the training ended before the last epoch; "" if it did not.
+    `stopped` says why the training ended before the last epoch; "" if it did not.
     """
 
     run: Store
@@ -61,14 +59,7 @@ def train(
     session: CallbackSession,
     has_checkpoints: bool,
 ) -> TrainedRun:
-    """Train until the workers return results.
-
-    Args:
-        training: The settings, as `ml.training.spec.Training`.
-        run_job: Runs a job with such settings, returns the results of its workers, and appends to `events`.
-        events: The events of all jobs.
-        session: The callbacks on the driver.
-        has_checkpoints: `checkpoint_dir` is set.
+    """Train until the workers return results: `run_job` returns those of a job, and appends to the `events` of all.
 
     Raises:
         StateLostError: There is no newer checkpoint than the one that the training resumed from.

@@ -199,10 +199,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     @classmethod
     def _codec(cls) -> Codec:
-        check_backend(cls.__name__)
-        from spark_elastic.ml.keras import safe_objects
-
-        return safe_objects
+        return ElasticKerasModel._codec()
 
     def _check_together(self) -> None:
         if self._given("consistency") == "exact":

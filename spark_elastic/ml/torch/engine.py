@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -88,9 +88,6 @@ class TorchEngine(Engine):
     def use_threads(self, count: int) -> None:
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
-
-    def feed(self, batches: Generator[Batch]) -> Generator[Batch]:
-        return batches
 
     def begin_steps(self) -> None:
         self._objective.set_mode(self.model, True)

@@ -47,13 +47,9 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of one step on the first rows.
+    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not.
 
     Attributes:
-        outputs: The model's outputs in `transform`; empty if it has none there.
-        taken: Their positions among all that the model returns; empty if they are all.
-        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
-        why_not: Why the model cannot be called in `transform`; "" if it can.
         settings: Settings of the training that only a step shows, such as the names of values that the model logs.
         of_classes: True if the first label is one integer a row and the first output several values, one for a class.
     """

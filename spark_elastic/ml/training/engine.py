@@ -129,9 +129,9 @@ class Engine(ABC):
     @abstractmethod
     def use_threads(self, count: int) -> None: ...
 
-    @abstractmethod
     def feed(self, batches: Generator[Batch]) -> Generator[Any]:
         """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
+        return batches
 
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""

@@ -100,7 +100,7 @@ class CheckpointSchedule:
         document = {"at": at.to_json(), "callbacks": callback_states(self._callbacks), "settings": self._settings}
         if conditions := self._engine.conditions():
             document["conditions"] = conditions
-        token = self.checkpoints.token
+        token = 0 if self._training.fence is None else self._training.fence.token
         facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
         self.writer.submit(lambda: Contents(facts, document, make_files()), at.step, tuple(best_of))
         if self._training.verbose > 1:

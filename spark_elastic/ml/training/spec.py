@@ -149,10 +149,8 @@ class Progress:
 
     Attributes:
         position: Rows of the epoch's order that were trained on.
-        step: Optimizer steps that were applied.
         serial: Steps and validation turns so far; orders checkpoints by age.
-        sums: Sums over this epoch's steps, as the engine measures them.
-        pieces: Metric states of this epoch's steps.
+        sums: Sums over this epoch's steps, as the engine measures them; `pieces` are their metric states.
         val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
         began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
         stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
