@@ -194,7 +194,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         fitted = self._facts_of_fit()
         if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
-        sides = {
+        sides: dict[str, list[tuple[str, Any]]] = {
             "inputs": [(field.name, field) for field in fitted.inputs],
             "outputs": [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)],
         }

@@ -84,7 +84,7 @@ def _facts_of(model: Any) -> list[tuple[Any, ...]]:
     first: dict[int, int] = {}
     layers, variables = list(model._flatten_layers()), model.variables
     numbers = [first.setdefault(id(each), at) for at, each in enumerate((*layers, *variables))]
-    of_layers = [
+    of_layers: list[tuple[Any, ...]] = [
         (
             each.name,
             number,

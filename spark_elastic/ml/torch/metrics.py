@@ -211,7 +211,7 @@ class LoggedColumns:
             )
         numbers: list[float] = []
         for key, metric in self._metrics.items():
-            value, rows = logged.get(key, (None, 0.0))
+            value, rows = logged.get(key) or LoggedValue(None, 0.0)
             if key not in logged:
                 numbers += [0.0] * (1 + _width(metric))
             elif metric is None:

@@ -113,9 +113,7 @@ class TorchPredictor:
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         with torch.inference_mode():
             returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
-            tensors = [each.detach().cpu() if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
-        plain = [each.float() if getattr(each, "dtype", None) is torch.bfloat16 else each for each in tensors]
-        return [each.numpy() if isinstance(each, torch.Tensor) else each for each in plain]
+            return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
@@ -125,3 +123,7 @@ def _tensor_of(value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     raise DataError(f"the model takes arrays, not {type(value).__name__}; convert the values to arrays in inference_fn")
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()

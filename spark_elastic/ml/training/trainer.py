@@ -125,9 +125,10 @@ class Trainer:
         if not self._begun:
             self._begun = True
             self._checkpoints.begin()
-            for each in (self.reporter, self.epoch_rows):
-                if each is not None:
-                    each.begin()
+            if self.reporter is not None:
+                self.reporter.begin()
+            if self.epoch_rows is not None:
+                self.epoch_rows.begin()
             self.engine.seed_callbacks(CallbackEvent.FIT_BEGIN)
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
