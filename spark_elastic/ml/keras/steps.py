@@ -302,11 +302,8 @@ def _times(grad: Any, factor: Any) -> Any:
 
 
 def _bounded(grad: Any, most: Any) -> Any:
-    def bounded(values: Any) -> Any:
-        limit = tf.cast(most, values.dtype)
-        return tf.clip_by_value(values, -limit, limit)
-
-    return _map_values(bounded, grad)
+    limits = (-most, most)
+    return _map_values(lambda each: tf.clip_by_value(each, *(tf.cast(limit, each.dtype) for limit in limits)), grad)
 
 
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
