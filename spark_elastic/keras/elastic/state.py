@@ -131,9 +131,9 @@ class KerasSteps(OptimizerSteps):
         elif compiled is not own and getattr(compiled, "inner_optimizer", None) is own:
             self._state.optimizer = compiled
         # built for a built model, so that a commit before the first step has the slots
-        model: Any = getattr(self._state, "model", None)
-        optimizer: Any = getattr(self._state, "optimizer", None)
-        if model is None or optimizer is None or optimizer is not getattr(model, "optimizer", None):
+        model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
+        belongs = optimizer is getattr(model, "optimizer", None)
+        if model is None or optimizer is None or not belongs:
             return
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
