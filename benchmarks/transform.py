@@ -35,8 +35,8 @@ STREAMED = 10
 def make_model(framework: str = "torch") -> Any:
     from spark_elastic import ElasticKerasModel, ElasticTorchModel
     from spark_elastic.data.manifest import TensorField
+    from spark_elastic.ml.added_columns import OutputShape
     from spark_elastic.ml.model import Fitted
-    from spark_elastic.ml.serving import OutputShape
 
     inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
     fitted = Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax")

@@ -66,10 +66,7 @@ def _parsed(config: str | bytes, name: str) -> Any:
 def check_names_no_files(config: Any, own: Mapping[str, Any] = MappingProxyType({}), *, safe: bool = True) -> None:
     """Raise CheckpointError if a layer in a configuration would read a file; Keras itself writes no such configuration.
 
-    Args:
-        config: A configuration of Keras.
-        own: Classes of the user's own by name, whose arguments may have any meaning.
-        safe: Refuse a TFSMLayer, which is a folder with a TensorFlow program.
+    Arguments of the user's `own` classes may have any meaning. `safe` refuses a TFSMLayer, a folder with a program.
     """
     stack = [config]
     while stack:
@@ -88,11 +85,7 @@ def check_names_no_files(config: Any, own: Mapping[str, Any] = MappingProxyType(
 
 
 def _check_hdf5(file: Any, name: str) -> Any:
-    """Return the configuration in an HDF5 file of a whole model, or None; follow no links.
-
-    Raises:
-        CheckpointError: it is no such file, or has links or storage outside of itself.
-    """
+    """Return the configuration in an HDF5 file of a model, or None; raise CheckpointError for links and such."""
     import h5py  # installed with Keras
 
     try:

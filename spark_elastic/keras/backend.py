@@ -5,12 +5,10 @@ Each function here does its work at the lowest cost that the backend, TensorFlow
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,36 +19,24 @@ from spark_elastic.errors import MissingExtraError, UsageError
 SUPPORTED = ("tensorflow", "torch")
 
 
-def _configured() -> str:
-    """Return the backend that Keras would choose: from the environment first, then from its file."""
-    if named := os.environ.get("KERAS_BACKEND"):
-        return named
-    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-    try:
-        return str(json.loads((home / "keras.json").read_text()).get("backend", "tensorflow"))
-    except (OSError, ValueError, AttributeError):
-        return "tensorflow"
-
-
 def _checked() -> str:
-    configured = _configured()
-    if configured not in SUPPORTED:  # checked before the import of Keras, which fails if that backend is not installed
-        raise _unsupported(f"is set to the {configured} backend")
     try:
         import keras
     except ImportError as error:
-        package = error.name or "keras"
+        package = (error.name or "keras").partition(".")[0]
+        if package not in ("keras", *SUPPORTED):  # that of the backend, which Keras imports
+            raise _unsupported(os.environ.get("KERAS_BACKEND") or package) from error
         raise MissingExtraError(what="spark_elastic.keras", package=package, extra="tensorflow") from error
     backend = str(keras.backend.backend())
     if backend not in SUPPORTED:
-        raise _unsupported(f"runs on the {backend} backend")
+        raise _unsupported(backend)
     return backend
 
 
-def _unsupported(state: str) -> UsageError:
+def _unsupported(backend: str) -> UsageError:
     return UsageError(
-        f"Keras {state} in this process, but spark_elastic.keras supports only TensorFlow and PyTorch; set "
-        "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
+        f"Keras is set to the {backend} backend in this process, but spark_elastic.keras supports only TensorFlow and "
+        "PyTorch; set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
     )
 
 
@@ -144,9 +130,6 @@ def from_wire(variable: Variable, wire: torch.Tensor) -> None:
 
 # --- copies within the process --------------------------------------------------------------------
 
-_MIN_FOR_GRAPH = 16
-"""Fewer variables are read one by one: a call of a graph costs more."""
-
 
 def copy_values(variables: Sequence[Variable]) -> list[Copy]:
     """Return copies of the present values. TensorFlow copies the memory only when the variable is changed next."""
@@ -165,18 +148,6 @@ def restore_values(variables: Sequence[Variable], copies: Sequence[Copy]) -> Non
         return
     for variable, copy in zip(variables, copies, strict=True):
         native(variable).assign(copy)
-
-
-def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
-    """Return a function that returns `copy_values` the variables, with one call into TensorFlow for all of them."""
-    variables = list(variables)
-    if BACKEND == "torch" or len(variables) < _MIN_FOR_GRAPH:
-        return lambda: copy_values(variables)
-    import tensorflow as tf
-
-    # ReadVariableOp shares the variable's buffer; the next operation that changes the variable copies it first
-    graph = tf.function(lambda: [native(variable).read_value() for variable in variables], autograph=False)
-    return lambda: list(graph())
 
 
 def rows_of(data: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from spark_elastic.errors import UsageError
@@ -25,18 +26,20 @@ _STATE_DICT = "state_dict()"
 """The name of a callback's `state_dict` among its values."""
 
 
+def refuse(callback: Any, where: str, instead: Mapping[str, str], error: type[Exception]) -> None:
+    """Raise the error if the callback is of a class of Keras by which there is something else to do."""
+    for name, why in instead.items():
+        if isinstance(callback, getattr(keras.callbacks, name, ())):
+            raise error(f"the callback {name} cannot be used in {where}: {why}")
+
+
 class NotPlain(Exception):
     """A value that is neither plain nor an array was to be copied."""
 
 
 @dataclass(frozen=True, eq=False)
 class CallbackSnapshot:
-    """The plain attributes of a callback at some moment. Immutable, so a copy is the object itself.
-
-    Attributes:
-        begun: True if `on_train_begin` of the callback was called before.
-        values: the attributes by name.
-    """
+    """The plain attributes of a callback, and whether its training had begun; immutable, so never copied."""
 
     begun: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -69,11 +72,7 @@ class CallbackSnapshot:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], arrays: Mapping[str, Any]) -> CallbackSnapshot:
-        """Decode a document of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the document has another form.
-        """
+        """Decode a document of `to_json`. Raises KeyError, TypeError or ValueError if it has another form."""
 
         def decode(value: Any) -> Any:
             if not isinstance(value, dict):
@@ -90,16 +89,12 @@ class CallbackSnapshot:
 
 
 def plain_values(callback: Any) -> dict[str, Any]:
-    """Return copies of the values of a callback that are kept.
+    """Return copies of the values of a callback that are kept, by name.
 
-    Returns:
-        The callback's `state_dict`, if it has one, under one name; otherwise its attributes that are plain values or
-        arrays, by name.
-
-    Raises:
-        UsageError: The `state_dict` holds something else.
+    Its `state_dict`, if it has one, under one name; otherwise its attributes that are plain values or arrays. Raises
+    UsageError if the `state_dict` holds something else.
     """
-    if _has_state_dict(callback):
+    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
         try:
             return {_STATE_DICT: _copied(callback.state_dict())}
         except NotPlain:
@@ -127,10 +122,6 @@ def put_values(callback: Any, values: Mapping[str, Any]) -> None:
             vars(callback)[name] = copy.deepcopy(value)
 
 
-def _has_state_dict(callback: Any) -> bool:
-    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-
-
 def _copied(value: Any) -> Any:
     """Return a copy of a plain value or an array; raise NotPlain for any other value."""
     if type(value) in _ATOMS:
@@ -152,12 +143,7 @@ _RESUME_POINT = "_spark_elastic_resume_point"
 
 
 class FitResumePoint(NamedTuple):
-    """The epochs and batches that earlier calls of `fit` have trained; Keras counts from 0 in each call.
-
-    Attributes:
-        epochs: completed epochs that Keras does not count.
-        batches: completed batches of the present epoch.
-    """
+    """Completed epochs that Keras does not count, and completed batches of the present epoch, of earlier `fit`s."""
 
     epochs: int = 0
     batches: int = 0

@@ -223,10 +223,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """A ModelCheckpoint of the best model; only rank 0 writes it, and all members keep track of the best value.
-
-    Its arguments are those of `keras.callbacks.ModelCheckpoint`.
-    """
+    """A ModelCheckpoint of the best model, with its arguments; rank 0 writes it, and all keep track of the best."""
 
     def __init__(
         self,

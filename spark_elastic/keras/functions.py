@@ -88,11 +88,7 @@ def reducescatter(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise an error, because Keras 3 keeps no list of all variables.
-
-    Raises:
-        UnsupportedOperationError: always.
-    """
+    """Raise UnsupportedOperationError, because Keras 3 keeps no list of all variables."""
     raise UnsupportedOperationError(
         "broadcast_global_variables needs the global variables of TensorFlow 1, which Keras 3 does not have; add "
         "BroadcastGlobalVariablesCallback(0) to the callbacks of model.fit"

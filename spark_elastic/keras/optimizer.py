@@ -47,10 +47,7 @@ class ReducingOptimizer:
         return 1 if self._steps is None else int(self._steps.passes)
 
     def steps_applied(self) -> Any:
-        """Return the number of steps whose gradients were reduced here, also those that loss scaling skipped.
-
-        Inside a `tf.function` it is a tensor.
-        """
+        """Return the number of steps reduced here, also of those that loss scaling skipped; in a graph, a tensor."""
         return self._steps.applied()
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -70,14 +67,8 @@ class ReducingOptimizer:
         """Return pairs of (reduced gradient, variable), for `apply_gradients`, which does not reduce them again.
 
         With `backward_passes_per_step` > 1 the gradients are not reduced here: `apply_gradients` accumulates them.
-
-        Args:
-            loss: a function without arguments, or a tensor recorded by `tape`.
-            var_list: the variables.
-            tape: the `tf.GradientTape` that recorded `loss`; None: `loss` is a function.
-
-        Raises:
-            HorovodInternalError: a peer is gone.
+        `loss` is a tensor recorded by the `tf.GradientTape`, or without one a function without arguments. Raises
+        HorovodInternalError if a peer is gone.
         """
         import tensorflow as tf
 
@@ -223,6 +214,7 @@ def DistributedOptimizer(
     Raises:
         UsageError: the arguments contradict each other.
     """
+    given = {each: value for each, value in locals().items() if each not in ("optimizer", "name")}
     plain = keras.optimizers.get(optimizer)
     if is_distributed(plain):
         raise UsageError("the optimizer is already a DistributedOptimizer; wrap the plain optimizer, once")
@@ -250,17 +242,7 @@ def DistributedOptimizer(
         size = process_set.size
     if scale_local_gradients:
         steps.divide_local = size
-    wrap = partial(
-        DistributedOptimizer,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    wrap = partial(DistributedOptimizer, **given)
     wrapped: Any = _distributed_class(type(plain), wrap)
     instance = object.__new__(wrapped)
     instance.__dict__.update(plain.__dict__)
@@ -297,18 +279,8 @@ def PartialDistributedOptimizer(
     Raises:
         UsageError: the arguments contradict each other, or a local layer is not a Keras layer.
     """
-    distributed = DistributedOptimizer(
-        optimizer,
-        name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    given = {each: value for each, value in locals().items() if each != "local_layers"}
+    distributed = DistributedOptimizer(**given)
     layers: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     for layer in layers:
         if layer is not None and not isinstance(layer, keras.layers.Layer):

@@ -19,13 +19,7 @@ Update = Callable[[list[Gradient]], None]
 
 
 class TensorFlowSteps:
-    """The steps of one optimizer: accumulates gradients, reduces them over the members and applies them.
-
-    Args:
-        reducer: averages or sums gradients over the members.
-        passes: the number of calls whose gradients are accumulated here before they are reduced.
-        average: divide the accumulated gradients by `passes`.
-    """
+    """The steps of an optimizer: adds up or averages gradients of `passes` calls, reduces and applies them."""
 
     def __init__(self, reducer: GradientReducer, passes: int, average: bool) -> None:
         self.passes = passes
@@ -80,7 +74,7 @@ class TensorFlowSteps:
         """Count a step and apply gradients that `reduced` returned."""
         # The counter does not depend on the gradients: without the control dependency a graph would increment it while
         # the reduction runs, also if that fails.
-        with tf.control_dependencies([_dense_part(grad) for grad in grads if grad is not None]):
+        with tf.control_dependencies(tf.nest.flatten([g for g in grads if g is not None], expand_composites=True)):
             self._applied.assign_add(1, read_value=False)
             update(list(grads))
 
@@ -162,10 +156,6 @@ def _scaled(grad: Gradient, factor: Any) -> Gradient:
     return grad * tf.cast(factor, grad.dtype)
 
 
-def _dense_part(grad: Gradient) -> tf.Tensor:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
-
-
 def _refuse_xla() -> None:
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise UsageError(
@@ -179,15 +169,7 @@ def _refuse_xla() -> None:
 
 
 def sum_over_members(numbers: Any, process_set: ProcessSet) -> Any:
-    """Sum float64 numbers over the members, within a forward pass; the gradients are summed in the backward pass.
-
-    Args:
-        numbers: float64, shape (n,).
-        process_set: the members.
-
-    Raises:
-        HorovodInternalError: a peer is gone. In a graph, TensorFlow raises an error of its own class instead.
-    """
+    """Sum float64 numbers (n,) over the members, in a forward pass; the gradients are summed in the backward pass."""
 
     def forward(array: Array) -> list[Array]:
         return [_sums(array, process_set)]

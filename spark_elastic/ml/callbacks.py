@@ -122,6 +122,15 @@ def check_one_best(callbacks: Sequence[Callback]) -> None:
         )
 
 
+def check_kinds(callbacks: Sequence[Any], kinds: tuple[type, ...], names: str) -> None:
+    """Raise `InvalidSettingsError` if a callback that travels to the workers is of none of these kinds."""
+    for each in callbacks:
+        if not isinstance(each, kinds):
+            raise InvalidSettingsError(
+                f"callbacks must be a list of {names} and spark_elastic.DriverCallback, not of {each!r}"
+            )
+
+
 class LambdaCallback(Callback):
     """A callback made of functions: `LambdaCallback(on_epoch_end=lambda run, logs: print(logs))`.
 

@@ -44,12 +44,9 @@ _TYPES = {**_FACTS, "document": dict, "files": dict}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """The facts of a complete checkpoint that its manifest holds.
+    """The facts of a complete checkpoint that its manifest holds; `name` is that of its folder, see `name_of`.
 
-    Attributes:
-        name: Name of its folder, see `name_of`.
-        best: The values that callbacks follow by which this is the best epoch so far.
-        token: Token of the driver that held the run's lease.
+    It is the `best` so far by these values that callbacks follow. `token` is that of the driver's lease on the run.
     """
 
     name: str
@@ -61,10 +58,7 @@ class CheckpointFacts:
 
 
 def name_of(serial: int, token: int = 0) -> str:
-    """Return a checkpoint's folder name.
-
-    `serial` counts steps and validation turns; `token` is that of the driver's lease on the run.
-    """
+    """Return a checkpoint's folder name: `serial` counts steps and validation turns, `token` is of the lease."""
     return f"{serial:012d}" if not token else f"{serial:012d}.{token:06d}"
 
 
@@ -95,11 +89,6 @@ class Checkpoints:
         self._unreadable: set[str] = set()
         """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
 
-    @property
-    def token(self) -> int:
-        """The token of checkpoints that are written here."""
-        return self._fence.token if self._fence is not None else 0
-
     def newest_token(self) -> int:
         """Return the largest token among the present checkpoints; 0 if there is none."""
         return max((age_of(name)[0] for name in self._names()), default=0)
@@ -124,10 +113,7 @@ class Checkpoints:
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """Return the newest checkpoint whose checksums are right; None if none was completed.
-
-        Raises `CheckpointError` if all are damaged, or the storage does not let a newer one be read.
-        """
+        """Return the newest intact checkpoint. Raise `CheckpointError` if all are damaged, or one cannot be read."""
         damaged = []
         for name in reversed(self._names()):
             try:
@@ -139,7 +125,7 @@ class Checkpoints:
                         "storage answers, or delete the folder of this checkpoint to resume from the one before"
                     )
                     raise
-                if self._was_completed(name):
+                if self._may_exist(f"{name}/{MANIFEST}"):
                     damaged.append(str(error))
                 continue
             for complaint in damaged:
@@ -234,11 +220,8 @@ class Checkpoints:
                 f"the checksum {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
             )
 
-    def _was_completed(self, name: str) -> bool:
-        """Return whether a manifest was written; True if the storage does not say."""
-        return self._may_exist(f"{name}/{MANIFEST}")
-
     def _may_exist(self, path: str) -> bool:
+        """Return whether a file exists; True if the storage does not say."""
         try:
             return self.store.exists(path)
         except Exception:  # each kind of storage has its own
@@ -300,15 +283,11 @@ def _facts_in(name: str, manifest: Mapping[str, Any]) -> CheckpointFacts:
 
 
 class CheckpointWriter:
-    """Writes checkpoints on its own thread, one after the other.
+    """Writes checkpoints on its own thread, one after the other, and keeps the newest ones.
 
-    A checkpoint that cannot be written is logged, and training continues; `drain` raises the error of the last one.
-    While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint that is queued behind it gives way
-    to the next one, unless it is the best by a followed value and the next one is not.
-
-    Args:
-        keep: Number of the newest checkpoints that are kept.
-        notify: Shows a message to people when checkpoints cannot be written, take long, or can be written again.
+    A checkpoint that cannot be written is logged and shown by `notify`, and training continues; `drain` raises the
+    error of the last one. While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint in the queue
+    behind it gives way to the next one, unless it is the best by a followed value and the next one is not.
     """
 
     def __init__(
@@ -367,11 +346,7 @@ class CheckpointWriter:
             )
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Wait until all checkpoints are written.
-
-        Raises:
-            CheckpointError: The last one could not be written, or they were not after `timeout_s`.
-        """
+        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one was not, or timely."""
         deadline = None if timeout_s is None else self._now() + timeout_s
         with self._changed:
             while self.busy and (deadline is None or self._now() < deadline):
@@ -419,10 +394,7 @@ class CheckpointWriter:
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
-                why = self._remove_older()
-                if why and not keeps_all:
-                    self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
-                keeps_all = bool(why)
+                keeps_all = not self._removes_older(notify=not keeps_all)
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -432,16 +404,19 @@ class CheckpointWriter:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
 
-    def _remove_older(self) -> str:
-        """Remove the checkpoints that need not be kept; return why that failed, "" if it did not."""
+    def _removes_older(self, notify: bool) -> bool:
+        """Remove the checkpoints that need not be kept; return whether the storage allows it."""
         try:
             self._checkpoints.keep(self._keep)
         except RunTakenError:
             raise
         except Exception as error:  # a storage in which a file is written once, say
             log.warning("older checkpoints could not be removed: %s", redacted(error))
-            return first_line(error)
-        return ""
+            if notify:
+                why = first_line(error)
+                self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+            return False
+        return True
 
 
 def first_line(error: Exception) -> str:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return the fields of the stored tensors "features_0", "features_1", ..., one for each input of the model.
-
-    `shapes` is the setting `input_shapes`: a shape that it has replaces the stored one.
-    """
+    """Return the fields of features_0, features_1, ...; a shape in the setting `input_shapes` replaces the stored."""
     stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(
@@ -90,10 +87,7 @@ def flat_names(names: Sequence[Any]) -> list[str]:
 
 
 class SharedDatasets:
-    """Datasets that several fits on one DataFrame share: rows with the same settings are written once.
-
-    They are deleted when the last of the `fits` is done, unless they are to be kept.
-    """
+    """Datasets that several fits on one DataFrame share. The last fit deletes those that are not to be kept."""
 
     def __init__(self, fits: int) -> None:
         self._fits_left = fits

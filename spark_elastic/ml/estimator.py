@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -23,29 +23,17 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.spark_python import check_modules, own_modules
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import (
-    DataError,
-    InvalidSettingsError,
-    LossNotFiniteError,
-    RunTakenError,
-    SparkElasticError,
-    StateLostError,
-)
+from spark_elastic.errors import DataError, InvalidSettingsError, SparkElasticError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.jobs.tracking import active_run_id, fits_of
 from spark_elastic.ml import preparation
-from spark_elastic.ml.datasets import (
-    SharedDatasets,
-    check_stored_settings,
-    check_tensors,
-    flat_names,
-    model_inputs,
-)
+from spark_elastic.ml.datasets import SharedDatasets, check_stored_settings, check_tensors, flat_names, model_inputs
 from spark_elastic.ml.model import ElasticModel, Fitted
+from spark_elastic.ml.params import as_list
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import Tensors
-from spark_elastic.ml.run_folder import RunFolders, TrainedRun, check_room, leased_if_possible
+from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
 from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
@@ -58,8 +46,8 @@ from spark_elastic.ml.shared_params import (
     OutputParams,
 )
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
-from spark_elastic.ml.training.spec import STOPPED_ELSEWHERE, CheckpointPlan
-from spark_elastic.redaction import redacted
+from spark_elastic.ml.training.spec import CheckpointPlan
+from spark_elastic.ml.training_job import TrainedRun, train
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
@@ -76,14 +64,8 @@ log = logging.getLogger("spark_elastic.ml")
 M = TypeVar("M", bound=ElasticModel)
 
 _WITH_CODE = (
-    "model",
-    "optimizer",
-    "loss",
-    "metrics",
-    "train_fn",
-    "lr_scheduler",
-    "transformation_fn",
-    "custom_objects",
+    *("model", "optimizer", "loss", "metrics", "train_fn"),
+    *("lr_scheduler", "transformation_fn", "custom_objects"),
 )
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
@@ -96,12 +78,12 @@ _DATA_OPTION = "{}= goes into data_options={{...}}"
 """Advice for arguments of `materialize` that a `DataError` names in its `settings`: their names in an estimator."""
 
 
-@dataclass
 class FitTimings:
     """The parts of a fit with the seconds that they took; `began` is the begin of the fit, in seconds since 1970."""
 
-    began: float = field(default_factory=clock.wall)
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.began = clock.wall()
+        self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -194,9 +176,14 @@ class ElasticEstimator(
             raise error.with_traceback(None) from error.__cause__
 
     def _fit(self, dataset: Any) -> M:
+        from spark_elastic.jobs.start import prepare_workers
+
         context, tensors = self._check(dataset)
         timings = FitTimings()
-        self._prepare_workers(context)
+        try:  # executors that keep workers import what these need while the rows are written and tried
+            prepare_workers(self._call(context))
+        except Exception as error:  # the job says what is wrong, if it is
+            log.debug("nothing is imported ahead: %s", error)
         with self._materialised(dataset, tensors, timings) as rows:
             return self._fit_rows(rows, context, timings)
 
@@ -212,8 +199,15 @@ class ElasticEstimator(
             check_room(run, self._model_nbytes(training), training)
             session = CallbackSession(self._driver_callbacks())
             with session.fit(self._driver_run(resume_from)):
+                events: list[Any] = []
                 with timings.part("train"):
-                    trained = self._train(training, rows, run, resume_from, context, timings.began, session)
+                    trained = train(
+                        training,
+                        lambda each: self._run_job(each, context, timings.began, events, session),
+                        events,
+                        session,
+                        has_checkpoints=self._given("checkpoint_dir") is not None,
+                    )
                 if trained.stopped and self._given("verbose"):
                     reason = session.stop_reason or trained.stopped
                     print(stop_line(len(trained.history), self._given("epochs"), reason), flush=True)
@@ -227,14 +221,9 @@ class ElasticEstimator(
 
     def _driver_run(self, resume_from: str | None) -> DriverRun:
         """Return this fit as callbacks on the driver see it."""
-        settings = {param.name: self.getOrDefault(param) for param in self.params}
-        return DriverRun(
-            name=type(self).__name__,
-            settings=describe_settings(settings),
-            epochs=self._given("epochs"),
-            run_id=self._given("run_id"),
-            resumed=resume_from is not None,
-        )
+        settings = describe_settings({param.name: self.getOrDefault(param) for param in self.params})
+        name, epochs, run_id = type(self).__name__, self._given("epochs"), self._given("run_id")
+        return DriverRun(name=name, settings=settings, epochs=epochs, run_id=run_id, resumed=resume_from is not None)
 
     def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> M:
         """Fit on a dataset that `spark_elastic.materialize` wrote, with tensors "features_0", ..., "label_0", ...
@@ -308,7 +297,7 @@ class ElasticEstimator(
         check_modules(context, pickled, (self._given("run_options") or {}).get("env"))
 
     def _pickled(self, value: Any) -> bytes:
-        """Pickle settings as they travel to the workers, but for the values of tensors and arrays."""
+        """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
 
     def _check_complete(self, from_columns: bool) -> None:
@@ -394,79 +383,10 @@ class ElasticEstimator(
 
     # --- step 4: train (step 3, the dry run, is the framework's) ----------------------------------
 
-    def _train(
-        self,
-        training: Any,
-        rows: Dataset,
-        run: Store,
-        resume_from: str | None,
-        context: Any,
-        began: float,
-        session: CallbackSession,
-    ) -> TrainedRun:
-        """Train, and again from the newest checkpoint when all workers that had the state are lost.
-
-        Raises:
-            StateLostError: There is no newer checkpoint than the one that the training resumed from.
-            LossNotFiniteError: The training diverged.
-            RunTakenError: Another driver has taken over the run, and what its folder holds may be that driver's.
-        """
-        events: list[Any] = []
-        while True:
-            try:
-                results = self._run_job(training, context, began, events, session)
-                break
-            except StateLostError as error:
-                if error is session.raised:
-                    raise  # of another fit, which a callback has made
-                if self._given("checkpoint_dir") is None:
-                    error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
-                    raise
-                newest = self._latest_checkpoint(run)
-                if newest is None or newest == resume_from:
-                    raise
-                log.warning("every worker that held the state is lost; training resumes from the checkpoint %s", newest)
-                resume_from = newest
-                training = replace(training, resume_from=resume_from)
-        present = [result for result in results if result is not None]
-        diverged = present[0].diverged
-        if diverged is not None:
-            raise LossNotFiniteError(
-                loss=diverged.loss,
-                step=diverged.step + 1,
-                epoch=diverged.epoch,
-                ranks=tuple(rank for rank, each in enumerate(results) if each is not None and each.caused_divergence),
-                size=len(results),
-                checkpoints="" if self._given("checkpoint_dir") is None else run.url,
-            )
-        unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
-        self._check_lease(run, unsaved)
-        # The rank that asked for a stop knows why, and the others only that there was one.
-        reasons = sorted((result.stopped for result in present), key=STOPPED_ELSEWHERE.__eq__)
-        return TrainedRun(run, present[0].history, tuple(events), unsaved, reasons[0])
-
-    @staticmethod
-    def _check_lease(run: Store, unsaved: Mapping[str, bytes]) -> None:
-        lease = lease_of(run)
-        if lease is None:
-            return
-        try:
-            lease.check()
-        except RunTakenError:
-            raise
-        except Exception as error:  # each kind of storage has its own
-            if not unsaved:
-                raise
-            # The model came with the results and not out of the folder, so the folder's owner does not matter.
-            log.warning("the lease on the run %s could not be checked: %s", run.url, redacted(error))
-
     def _run_job(
         self, training: Any, context: Any, began: float, events: list[Any], session: CallbackSession
     ) -> list[Any]:
-        """Return the results of the workers, and append the job's events to `events`.
-
-        Ctrl-C, and an error of a callback on the driver, end the workers.
-        """
+        """Return the results of the workers, and append the job's events to `events`. An error ends the workers."""
         from spark_elastic.jobs.run import cancelled_on_error
         from spark_elastic.jobs.start import start
 
@@ -481,15 +401,6 @@ class ElasticEstimator(
         finally:
             events += event_rows(job.changes(), began)
             session.note_events(events)
-
-    def _prepare_workers(self, context: Any) -> None:
-        """Let executors that keep workers import what they need while the rows are written and tried."""
-        from spark_elastic.jobs.start import prepare_workers
-
-        try:
-            prepare_workers(self._call(context))
-        except Exception as error:  # the job says what is wrong, if it is
-            log.debug("nothing is imported ahead: %s", error)
 
     def _call(self, context: Any, *arguments: Any) -> RunCall:
         """Return the call of `run` for the workers."""
@@ -531,7 +442,7 @@ class ElasticEstimator(
             )
         same = (
             *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
-            *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker"),
+            *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker", "sync_batch_norm"),
         )
         return {
             "dataset": dataset,
@@ -541,7 +452,6 @@ class ElasticEstimator(
             "clip_norm": self._given("gradient_clip_norm"),
             "clip_value": self._given("gradient_clip_value"),
             "compression": self._given("gradient_compression"),
-            "sync_batch_norm": self._given("sync_batch_norm") is not False,
             "checkpoints": plan,
             "resume_from": resume_from,
             "driver_decides_s": CallbackSession(self._driver_callbacks()).decides_within_s,
@@ -550,18 +460,13 @@ class ElasticEstimator(
             **{name: options[name] for name in READ_OPTIONS if name in options},
         }
 
-    def _callbacks(self) -> list[Any]:
-        """Return the callbacks as a list; a single one may be given without a list."""
-        given = self._given("callbacks")
-        return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-
     def _worker_callbacks(self) -> list[Any]:
         """Return the callbacks that travel to the workers."""
-        return [each for each in self._callbacks() if not isinstance(each, DriverCallback)]
+        return [each for each in as_list(self._given("callbacks")) if not isinstance(each, DriverCallback)]
 
     def _driver_callbacks(self) -> list[DriverCallback]:
         """Return the callbacks that stay on the driver."""
-        given = [each for each in self._callbacks() if isinstance(each, DriverCallback)]
+        given = [each for each in as_list(self._given("callbacks")) if isinstance(each, DriverCallback)]
         # The fits of a search would all write to the one run that autologging has started for it.
         if autologging.is_on() and self._shared_datasets is None:
             from spark_elastic.trackers.mlflow import autologging_callbacks

@@ -18,18 +18,9 @@ from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typ
 from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
 from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import (
-    BY_CLASS,
-    AddedColumn,
-    OutputShape,
-    SavedPredictor,
-    Serving,
-    rule_of_shape,
-    spark_type,
-    suits,
-    tensors_for,
-)
+from spark_elastic.ml.serving import Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
 from spark_elastic.wire.pickling import dumps
@@ -71,18 +62,21 @@ class Fitted:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Fitted:
-        """Rebuild the facts from what `to_json` returned.
-
-        Raises:
-            CheckpointError: if it is something else; the error names the field.
-        """
+        """Rebuild the facts from what `to_json` returned. Raises `CheckpointError`, with the field, for others."""
+        allowed = document.get("allow_nan")
         try:
             return cls(
                 inputs=tuple(
                     tensor_field(each, f"inputs[{number}]")
                     for number, each in enumerate(typed(document, "inputs", list))
                 ),
-                outputs=tuple(_output(each) for each in typed(document, "outputs", list)),
+                outputs=tuple(
+                    OutputShape(
+                        typed(each, "dtype", str, "outputs."),
+                        tuple(whole_number(size, "outputs.shape") for size in typed(each, "shape", list, "outputs.")),
+                    )
+                    for each in (typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list))
+                ),
                 rule=typed(document, "rule", str) if document.get("rule") is not None else None,
                 history=History.from_json(document.get("history")),
                 events=tuple(typed({"events": each}, "events", dict) for each in typed(document, "events", list)),
@@ -90,24 +84,11 @@ class Fitted:
                 pad_to={
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
-                allow_nan=_nan_allowed(document),
+                allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
                 taken=_taken(document),
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
-
-
-def _output(document: Any) -> OutputShape:
-    """Decode the type of an output. Raise ValueError if it is invalid."""
-    if not isinstance(document, dict):
-        raise ValueError(f"outputs has {document!r:.40}, not an object")
-    shape = tuple(whole_number(size, "outputs.shape") for size in typed(document, "shape", list, "outputs."))
-    return OutputShape(typed(document, "dtype", str, "outputs."), shape)
-
-
-def _nan_allowed(document: Mapping[str, Any]) -> bool | tuple[str, ...]:
-    allowed = document.get("allow_nan")
-    return allowed if isinstance(allowed, bool) else names_in(document, "allow_nan")
 
 
 def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
@@ -160,6 +141,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     NATIVE = "module"
     """The attribute with the framework's own model."""
+    _native: Any = None
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})
     """Seconds that the parts of the fit took: write, try, train, load. Not saved."""
@@ -171,8 +153,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     # --- for frameworks ---------------------------------------------------------------------------
 
-    def _saved_predictor(self) -> SavedPredictor:
-        """Return the model in the form that is sent to executors."""
+    def _saved_predictor(self) -> Any:
+        """Return the object that is sent to executors, whose `load()` returns a `Predictor`."""
         raise NotImplementedError
 
     def _batch_size(self) -> int:
@@ -212,14 +194,14 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         fitted = self._facts_of_fit()
         if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
-        inputs: list[dict[str, Any]] = [
-            {"name": field.name, "dtype": field.dtype, "shape": list(field.shape)} for field in fitted.inputs
-        ]
-        outputs: list[dict[str, Any]] = [
-            {"name": f"output_{index}", "dtype": output.dtype, "shape": list(output.shape)}
-            for index, output in enumerate(fitted.outputs)
-        ]
-        return {"inputs": inputs, "outputs": outputs}
+        sides: dict[str, list[tuple[str, Any]]] = {
+            "inputs": [(field.name, field) for field in fitted.inputs],
+            "outputs": [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)],
+        }
+        return {
+            side: [{"name": name, "dtype": each.dtype, "shape": list(each.shape)} for name, each in named]
+            for side, named in sides.items()
+        }
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot loss and metrics over the epochs, with the number of workers and the faults on the same axis.
@@ -297,6 +279,14 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     # --- settings and model together --------------------------------------------------------------
 
+    def _native_model(self) -> Any:
+        if self._native is None:
+            raise InvalidSettingsError(
+                f"this {type(self).__name__} was not made by a fit or load, and has no {self.NATIVE}; call fit or load "
+                "first"
+            )
+        return self._native
+
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:
             raise InvalidSettingsError(
@@ -370,7 +360,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")
         if chosen == "auto":
-            return self._facts_of_fit().rule or rule_of_shape(output.shape)
+            return self._facts_of_fit().rule or ("value" if suits("value", output.shape) else None)
         if not suits(chosen, output.shape):
             raise InvalidSettingsError(
                 f"prediction={chosen!r} does not go with the model's first output, whose rows have shape "

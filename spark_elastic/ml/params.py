@@ -204,6 +204,11 @@ def anything(name: str, value: Any) -> Any:
     return value
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return the entries of a setting of which a single one may be given without a list; [] for None."""
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or type(value).__name__ in ("ndarray", "Size")
 
@@ -254,54 +259,48 @@ class DeclaredParam(Param[Any]):
 
 
 def setting(doc: str, convert: Converter, default: Any = None) -> Any:
-    """Declare a Param. None is never converted if it is the default; otherwise `convert` decides what it means.
-
-    The default is a plain value, so that saved defaults are readable.
-    """
+    """Declare a Param with a plain default, for readable files. None is converted unless it is the default."""
     return DeclaredParam(doc, convert, default)
 
 
-class Getter(Generic[T]):
+class _Accessor:
+    """A method of a setting, whose name is that of the attribute that it is assigned to."""
+
+    def __init__(self, declared: Any, function: Callable[..., Any], doc: str) -> None:
+        self._declared, self._function, self._doc = declared, function, doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        function: Any = self._function
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = self._doc.format(f"`{self._declared.name}`: {self._declared.doc}")
+
+    def _method(self, instance: Any) -> Any:
+        return self._function if instance is None else MethodType(self._function, instance)
+
+
+class Getter(_Accessor, Generic[T]):
     """The method `getBatchSize()` of the setting `batch_size`."""
 
-    def __init__(self, declared: Any) -> None:
-        self._declared = declared
-        self._function: Any = lambda instance: instance.getOrDefault(declared.name)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        _name_accessor(self._function, name, f"`{self._declared.name}`: {self._declared.doc}")
-
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
-        return self._function if instance is None else MethodType(self._function, instance)
+        return self._method(instance)  # type: ignore[no-any-return]
 
 
-class Setter(Generic[T]):
+class Setter(_Accessor, Generic[T]):
     """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
 
-    def __init__(self, declared: Any) -> None:
-        def set_(instance: Any, value: Any) -> Any:
-            instance.set(instance.getParam(declared.name), value)
-            return instance
-
-        self._declared = declared
-        self._function: Any = set_
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        doc = f"Set `{self._declared.name}`: {self._declared.doc}\n\nReturns:\n    The object itself."
-        _name_accessor(self._function, name, doc)
-
     def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
-        return self._function if instance is None else MethodType(self._function, instance)
+        return self._method(instance)  # type: ignore[no-any-return]
 
 
 def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
     """Return getter and setter of a setting, in the names that pyspark's users expect: `getBatchSize, setBatchSize`."""
-    return Getter(declared), Setter(declared)
 
+    def set_(instance: Any, value: Any) -> Any:
+        instance.set(instance.getParam(declared.name), value)
+        return instance
 
-def _name_accessor(function: Any, name: str, doc: str) -> None:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
+    getter: Getter[T] = Getter(declared, lambda instance: instance.getOrDefault(declared.name), "{}")
+    return getter, Setter(declared, set_, "Set {}\n\nReturns:\n    The object itself.")
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -22,7 +22,6 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
@@ -31,6 +30,7 @@ from spark_elastic.data.manifest import names_in, typed, whole_number
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.ml.params import as_list
 from spark_elastic.ml.saved_folder import saved_folder
 from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
 from spark_elastic.redaction import without_secrets
@@ -39,17 +39,14 @@ log = logging.getLogger("spark_elastic.ml")
 
 FORMAT = 1
 _DATA = "data"
-_LOCATIONS = ("store",)
-"""Settings that name a location, and are saved as its URL."""
 
 T = TypeVar("T", bound="Savable")
 
 
 class Codec(Protocol):
-    """A framework's way to store objects."""
+    """A framework's way to store objects; SUFFIX is that of files that can be loaded without trust."""
 
     SUFFIX: str
-    """File name suffix of files that can be loaded without trust."""
 
     def dumps(self, value: Any) -> bytes | None:
         """Return a file that can be loaded without trust; None if the value contains code of the user's own."""
@@ -153,47 +150,25 @@ class ElasticWriter(MLWriter):
         target.write_metadata(self.instance, {"sparkElastic": about}, plain)
 
 
-@dataclass(frozen=True)
 class _Saved:
-    """The metadata of a saved stage.
+    """The metadata of a saved stage. Raises ValueError, with the field's name, if one is missing or of another type."""
 
-    Attributes:
-        uid: Spark ML's name of the stage.
-        settings: The settings that JSON can hold.
-        stored: "safe:file" or "pickled:file" for each other setting and object.
-        objects: Those of `stored` that are no settings.
-        files: The names of all files.
-        facts: What `Savable._facts` returned.
-        left_out: The settings, or parts of them, that hold credentials and were not saved.
-    """
-
-    uid: str
-    settings: Mapping[str, Any]
-    stored: Mapping[str, str]
-    objects: tuple[str, ...]
-    files: tuple[str, ...]
-    facts: Mapping[str, Any]
-    left_out: tuple[str, ...]
-    checksums: Mapping[str, int]  # none in files of 0.2.0
-
-    @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> _Saved:
-        """Check the metadata. Raise ValueError, with the field's name, if one is missing or of another type."""
-        stored = typed(about, "stored", dict)
-        if not all(isinstance(where, str) for where in stored.values()):
-            raise ValueError(f"stored is {stored!r:.80}, not the places of settings")
-        return cls(
-            uid=typed(metadata, "uid", str),
-            settings=typed(metadata, "paramMap", dict),
-            stored=stored,
-            objects=names_in(about, "objects"),
-            files=names_in(about, "files"),
-            facts=typed(about, "facts", dict),
-            left_out=names_in({"left_out": [], **about}, "left_out"),
-            checksums={name: whole_number(crc, name) for name, crc in typed(about, "checksums", dict).items()}
-            if "checksums" in about
-            else {},
-        )
+    def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.uid: str = typed(metadata, "uid", str)
+        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)
+        """The settings that JSON can hold."""
+        self.stored: Mapping[str, str] = typed(about, "stored", dict)
+        """"safe:file" or "pickled:file" for each other setting and object."""
+        if not all(isinstance(where, str) for where in self.stored.values()):
+            raise ValueError(f"stored is {self.stored!r:.80}, not the places of settings")
+        self.objects = names_in(about, "objects")
+        """Those of `stored` that are no settings."""
+        self.files = names_in(about, "files")
+        self.facts: Mapping[str, Any] = typed(about, "facts", dict)
+        self.left_out = names_in({"left_out": [], **about}, "left_out")
+        """The settings, or parts of them, that hold credentials and were not saved."""
+        checksums = typed({"checksums": {}, **about}, "checksums", dict)  # none in files of 0.2.0
+        self.checksums = {name: whole_number(crc, name) for name, crc in checksums.items()}
 
 
 class ElasticReader(MLReader[T], Generic[T]):
@@ -227,7 +202,7 @@ class ElasticReader(MLReader[T], Generic[T]):
         if about.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {about.get('format')!r:.40}; this version reads format {FORMAT}")
         try:
-            saved = _Saved.from_metadata(metadata, about)
+            saved = _Saved(metadata, about)
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged: in its metadata, {error}") from error
         files = source.read(_DATA, list(saved.files))
@@ -266,18 +241,14 @@ class ElasticReader(MLReader[T], Generic[T]):
 
 
 def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return the settings that were set, without credentials.
-
-    Returns:
-        The settings that JSON can hold; the others; the names of those left out because they may hold credentials.
-    """
+    """Return the settings for JSON, those for files, and the names of those left out, which may hold credentials."""
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     left_out: list[str] = []
     for param, value in instance._paramMap.items():
         if param.name == "callbacks":
             value = _without_driver_callbacks(instance, value)
-        if param.name in _LOCATIONS and isinstance(value, (os.PathLike, Store)):
+        if param.name == "store" and isinstance(value, (os.PathLike, Store)):
             value = value.address if isinstance(value, Store) else os.fspath(value)
         if value is not None:
             value, names = without_secrets(param.name, value)
@@ -290,7 +261,7 @@ def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any], li
 
 def _without_driver_callbacks(instance: Any, given: Any) -> Any:
     """Return the callbacks that run in workers. Those on the driver hold connections and are not saved."""
-    listed = list(given) if isinstance(given, (list, tuple)) else [given]
+    listed = as_list(given)
     kept = [each for each in listed if not isinstance(each, DriverCallback)]
     if len(kept) == len(listed):
         return given

@@ -27,13 +27,7 @@ FLOAT, INTEGER = "<f4", "<i8"
 
 @dataclass(frozen=True)
 class Tensors:
-    """The arguments of `materialize` that say which columns become which tensors.
-
-    Attributes:
-        columns: By tensor: its column, or a tuple of columns to join.
-        dtypes: By tensor, where it differs from the column.
-        shapes: By tensor, where it differs from the column.
-    """
+    """Arguments of `materialize`: by tensor its column or columns to join, and dtype and shape where they differ."""
 
     columns: Mapping[str, str | tuple[str, ...]]
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +63,8 @@ def features(
         InvalidSettingsError: The number of shapes or dtypes is not that of the inputs, or a dtype is for text.
     """
     nested = any(isinstance(each, (list, tuple)) for each in feature_cols)
-    if nested or _each_by_itself(schema, feature_cols):
+    types = () if nested else [find_column(schema, name, "feature_cols").dataType for name in feature_cols]
+    if nested or any(is_list(each) or element_type(each) in _OPAQUE for each in types):
         groups = [list(each) if nested else [each] for each in feature_cols]
     else:
         groups = [list(feature_cols)]
@@ -127,12 +122,6 @@ def weight(schema: Any, name: str) -> Tensors:
     if element_type(find_column(schema, name, "sample_weight_col").dataType) not in INTEGERS | REALS:
         raise DataError(f"sample_weight_col {name!r} is {_type_name(schema, name)}; weights must be numbers")
     return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
-
-
-def _each_by_itself(schema: Any, names: Sequence[str]) -> bool:
-    """Return whether each of these columns is a separate input, because one of them is not a number."""
-    types = [find_column(schema, name, "feature_cols").dataType for name in names]
-    return any(is_list(each) or element_type(each) in _OPAQUE for each in types)
 
 
 def _tensor(
@@ -228,11 +217,6 @@ def _check_rows(columns: Any, rows: int) -> None:
 def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
     """Return an array with rows of this shape. Lists (values of variable length) and shape None change nothing."""
     return value.reshape(rows, *shape) if shape is not None and isinstance(value, np.ndarray) else value
-
-
-def is_trained_on(name: str) -> bool:
-    """Return whether a column of that name is given to the model or its loss."""
-    return name.startswith((INPUT, LABEL)) or name == WEIGHT
 
 
 def ragged_column_error(name: str, value: Any) -> DataError:

@@ -11,7 +11,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +30,9 @@ from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
-    from spark_elastic.reporting.history import History
 
 log = logging.getLogger("spark_elastic.ml")
 
-RUNS = "runs"
-"""In the store: the folder of the run folders."""
 _IDENTITY_FILE = "run.json"
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
@@ -46,13 +42,10 @@ _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
 
 def check_room(run: Store, model_nbytes: int, training: Training) -> None:
-    """Check that a local store has room for the model and the checkpoints that are kept, each as large as the model.
+    """Raise `StoreError` if a local store has no room for the model and the checkpoints, each as large as the model.
 
     Checkpoints hold the optimizer's values too, so this is the least that will be written. Present checkpoints of this
-    run count as room, because they will be replaced. Object stores and HDFS are not checked.
-
-    Raises:
-        StoreError: The room cannot be enough.
+    run count as room, because they will be replaced.
     """
     if not run.is_local:
         return
@@ -121,10 +114,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
 
 
 def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
-    """Remove folders of `transient_run` whose driver was killed: their lease has expired, and all files are old.
-
-    Returns their names.
-    """
+    """Remove folders of `transient_run` with an expired lease and old files alone; return their names."""
     removed = []
     found = [entry for entry in runs.list() if entry.is_dir and _TRANSIENT_NAME.match(entry.path)]
     now = runs.now() if found else 0.0
@@ -136,41 +126,6 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
             run.delete()
             removed.append(entry.path)
     return removed
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """The results of a training's job, and the files that its workers wrote.
-
-    Attributes:
-        unsaved: Files by name that could not be written to the run's folder and came with the results.
-        stopped: Why the training ended before the last epoch; "" if it did not.
-    """
-
-    run: Store
-    history: History
-    events: tuple[Mapping[str, Any], ...]
-    unsaved: Mapping[str, bytes]
-    stopped: str = ""
-
-    def read(self, name: str) -> bytes:
-        """Return a file from the run's folder, or from the results. Raises `StoreError` if the driver cannot see it."""
-        if name in self.unsaved:
-            log.warning(
-                "%s could not be written to %s and came with the results of the job: the model that fit returns is "
-                "the only copy, save it with model.save(path)",
-                name,
-                self.run.url,
-            )
-            return self.unsaved[name]
-        try:
-            return self.run.read_bytes(name)
-        except OSError as error:
-            raise StoreError(
-                f"the workers wrote the trained model to {self.run.url}, but the driver cannot read it there "
-                f"({error}); set store, or checkpoint_dir, to a place that driver and executors share",
-                url=self.run.url,
-            ) from error
 
 
 class RunFolders(ClusterParams, CheckpointParams, StorageParams):
@@ -194,7 +149,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         """Return the parent of the run folders: `checkpoint_dir`, or a folder in the store."""
         checkpoint_dir = self._given("checkpoint_dir")
         if checkpoint_dir is None:
-            return self._base_store().sub(RUNS)
+            return self._base_store().sub("runs")
         return Store.create(checkpoint_dir, self._given("storage_options"))
 
     def _check_shared(self, context: Any) -> None:
@@ -240,15 +195,15 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 run.delete_unfinished()  # of drivers that were killed as they wrote
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
                     clear(run, held)
-                resume_from = self._latest_checkpoint(run)
-                if resume_from is not None:
+                latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
+                if latest is not None:
                     self._check_identity(run, identity)
                 else:
                     text = json.dumps(identity, indent=1).encode()
                     run.write_bytes(_IDENTITY_FILE, text, check=held.check)
             except OSError as error:
                 raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-            yield run, resume_from
+            yield run, None if latest is None else latest.name
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
@@ -259,7 +214,10 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
             ],
             "seed": self._given("seed"),
             "shuffle": self._given("shuffle"),
-            "shards": _content_of(dataset),
+            "shards": {
+                name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
+                for name, shards in dataset.manifest.splits.items()
+            },
             **{name: self._described(name) for name in self.DECIDING if self._is_given(name)},
         }
 
@@ -267,8 +225,16 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if the run's checkpoints are of another training."""
-        found = _read_identity(run) if run.exists(_IDENTITY_FILE) else {}
+        """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
+        try:
+            found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
+            if not isinstance(found, dict):
+                raise ValueError(f"a {type(found).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
+                f"{error}. Choose another run_id, or set resume=False to delete them and start over"
+            ) from error
         different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different[:1] == ["shards"]:
             raise CheckpointError(
@@ -285,44 +251,13 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
                 "resume=False to replace them"
             )
 
-    def _latest_checkpoint(self, run: Store) -> str | None:
-        found = Checkpoints(run.sub(CHECKPOINTS)).latest()
-        return None if found is None else found.name
-
 
 def clear(run: Store, lease: RunLease) -> None:
-    """Delete all but the leases. Raises `RunTakenError` if another driver takes over the run meanwhile.
-
-    The lease is checked before each deletion: this process may be paused between two of them, and what it finds when
-    it comes back is the other driver's.
-    """
+    """Delete all but the leases. Raises `RunTakenError` if another driver takes over the run between two deletions."""
     for entry in [*run.list(CHECKPOINTS), *run.list()]:
         if entry.path != OWNERS:
             lease.check()
             run.delete(entry.path)
-
-
-def _read_identity(run: Store) -> dict[str, Any]:
-    """Return what `run.json` says. Raises `CheckpointError` if it is damaged."""
-    try:
-        found = json.loads(run.read_bytes(_IDENTITY_FILE))
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}, not an object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
-            f"{error}. Choose another run_id, or set resume=False to delete them and start over"
-        ) from error
-    return found
-
-
-def _content_of(dataset: Dataset) -> dict[str, str]:
-    """Return, by split, a digest of the checksums of its files in the order of the rows, sidecars included."""
-    digests = {}
-    for name, shards in dataset.manifest.splits.items():
-        checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]
-        digests[name] = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:32]
-    return digests
 
 
 # --- descriptions of settings that are equal in every process -------------------------------------
@@ -366,9 +301,9 @@ def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
     return f"{text} {inner(attributes)}" if attributes else text
 
 
-def digest(value: Any) -> str:
-    """Return 8 hexadecimal digits that identify plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+def digest(value: Any, digits: int = 8) -> str:
+    """Return hexadecimal digits that identify plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def _attributes(value: Any, buffers: bool) -> dict[str, Any]:

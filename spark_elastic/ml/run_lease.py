@@ -59,9 +59,7 @@ log = logging.getLogger("spark_elastic.ml")
 class ProcessIdentity:
     """The identity of a process, unique among all processes of all hosts.
 
-    Attributes:
-        machine: Host, boot id and process namespace.
-        started: Start in clock ticks since the boot, from /proc; differs when a pid is used again.
+    `machine` is host, boot id and process namespace; `started` is in clock ticks since the boot, see `started_of`.
     """
 
     host: str
@@ -95,12 +93,9 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The driver that holds, or held, a run, as its file says.
+    """The driver that holds, or held, a run, as its file says, with the number of its heartbeats.
 
-    Attributes:
-        since: When it took the run, in seconds since 1970 by its clock.
-        beat: Counter of its heartbeats.
-        beat_at: Time of the last heartbeat, by its clock.
+    `since` and `beat_at`, the last heartbeat, are seconds since 1970 by its clock.
     """
 
     token: int
@@ -164,10 +159,7 @@ class RunMissingError(FileNotFoundError):
 
 
 class RunLease:
-    """The lease of this process on a run, made by `held_run`. Its thread sends the heartbeats.
-
-    If the run's folder is not there for `patience_s`, the lease is given up: it was deleted.
-    """
+    """The lease of this process on a run, which its thread renews until the folder is away for `patience_s`."""
 
     def __init__(self, run: Store, owner: Owner, beat_s: float, patience_s: float = LEASE_S) -> None:
         self.fence = Fence(run, owner.token, owner.name)
@@ -308,18 +300,16 @@ def acquire(
         token = max(known_token, 0 if name is None else _token(name)) + 1
         mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
         _live.add(mine.name)
-        try:
+        with contextlib.ExitStack() as withdrawal:
+            withdrawal.callback(_live.discard, mine.name)
             _write(run, mine)
             others = [other for other in _names(run) if other != mine.name]
             if all(_token(other) < token for other in others):
                 for other in others:
                     run.delete(f"{OWNERS}/{other}")
+                withdrawal.pop_all()
                 return mine
             run.delete(f"{OWNERS}/{mine.name}")
-        except BaseException:
-            _live.discard(mine.name)
-            raise
-        _live.discard(mine.name)
         rivals += 1
         if rivals == _MAX_RIVALS:
             raise RunTakenError(f"several drivers try to take the run in {run.url} at the same time; start one of them")

@@ -10,9 +10,8 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 
@@ -25,38 +24,8 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 """Names of files that a stage has: settings, joined with "-", and a suffix."""
 
 
-class SavedFolder(Protocol):
-    """The folder of one saved stage."""
-
-    def qualified(self, path: str) -> str:
-        """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
-        ...
-
-    def exists(self) -> bool: ...
-
-    def delete(self) -> None: ...
-
-    def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Write the metadata of a stage, as Spark ML does."""
-        ...
-
-    def metadata(self) -> dict[str, Any]:
-        """Return the metadata.
-
-        Raises:
-            CheckpointError: it is no object of JSON. If there is none, an error of Spark or of the storage is raised.
-        """
-        ...
-
-    def write(self, folder: str, files: Mapping[str, bytes]) -> None: ...
-
-    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
-        ...
-
-
-def saved_folder(spark: Any, path: str) -> SavedFolder:
-    """Return the folder at a path, as this session sees it."""
+def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:
+    """Return the folder of a saved stage at a path, as this session sees it."""
     return StoreFolder(spark, path) if is_connect(spark) else SparkFolder(spark, path)
 
 
@@ -69,6 +38,7 @@ class StoreFolder:
         self._store = Store.create(path)
 
     def qualified(self, path: str) -> str:
+        """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
         return Store.create(path).address
 
     def exists(self) -> bool:
@@ -78,22 +48,25 @@ class StoreFolder:
         self._store.delete()
 
     def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Write the metadata of a stage, as Spark ML does."""
         text = DefaultParamsWriter._get_metadata_to_save(instance, self._spark, dict(extra), dict(settings))
         self._store.write_bytes(f"{_METADATA}/part-00000", text.encode() + b"\n")
         self._store.write_bytes(f"{_METADATA}/_SUCCESS", b"")
 
     def metadata(self) -> dict[str, Any]:
-        for entry in self._store.list(_METADATA):
-            name = posixpath.basename(entry.path)
-            if name.startswith("part-") and (text := self._store.read_bytes(entry.path).strip()):
-                return _decoded(partial(_parsed, text.splitlines()[0]), self._path)
-        raise CheckpointError(f"{self._path} is incomplete: it has no metadata")
+        """Return the metadata. Raises `CheckpointError` if it is no object of JSON, or an error of the storage."""
+        parts = [each.path for each in self._store.list(_METADATA) if posixpath.basename(each.path).startswith("part-")]
+        text = next(filter(None, (self._store.read_bytes(part).strip() for part in parts)), None)
+        if text is None:
+            raise CheckpointError(f"{self._path} is incomplete: it has no metadata")
+        return _decoded(lambda: DefaultParamsReader._parseMetaData(text.splitlines()[0].decode(), ""), self._path)
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
             self._store.write_bytes(posixpath.join(folder, name), content)
 
     def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
         contents: dict[str, bytes] = {}
         for name in names:
             check_name(self._path, name)
@@ -104,10 +77,6 @@ class StoreFolder:
             except OSError as error:
                 raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {error}") from error
         return contents
-
-
-def _parsed(line: bytes) -> Any:
-    return DefaultParamsReader._parseMetaData(line.decode(), "")
 
 
 def _decoded(decode: Callable[[], Any], path: str) -> dict[str, Any]:
@@ -130,10 +99,7 @@ def check_name(path: str, name: str) -> None:
 
 
 class SparkFolder:
-    """A folder of the filesystem that Spark uses for the path. Files are copied through this machine's disk.
-
-    Spark's own access is used, so that a path without a scheme means the same as for Spark ML's stages next to it.
-    """
+    """The same in the filesystem that Spark uses for the path, by copies on this machine's disk."""
 
     def __init__(self, spark: Any, path: str) -> None:
         self._spark = spark
@@ -166,7 +132,7 @@ class SparkFolder:
         )
 
     def metadata(self) -> dict[str, Any]:
-        return _decoded(partial(DefaultParamsReader.loadMetadata, self._path, self._spark.sparkContext), self._path)
+        return _decoded(lambda: DefaultParamsReader.loadMetadata(self._path, self._spark.sparkContext), self._path)
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:
         with tempfile.TemporaryDirectory(prefix="spark_elastic-save-") as here:

@@ -1,4 +1,4 @@
-"""The code of `transform` on executors: Arrow batches to model inputs, and the model's outputs to added columns."""
+"""The code of `transform` on executors: Arrow batches to model inputs, through the model, to `added_columns`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data import travel
-from spark_elastic.data.arrow_values import Fault, RowsRefused, error_of, missing_rows
+from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.shards import SHARD_BYTES, Blob
 from spark_elastic.errors import DataError
+from spark_elastic.ml.added_columns import AddedColumn, Array, arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Array = npt.NDArray[Any]
-BY_CLASS = ("argmax", "argmax_probability")
-"""Rules for outputs with one value per class: a logit, or a probability."""
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
 MAX_LOADED_MODELS = 2
@@ -56,7 +54,10 @@ def tensors_for(
                     column=name,
                 )
     request = Request(
-        tensors={field.name: _columns(field) for field in inputs},
+        tensors={
+            each.name: list(each.columns) if each.kind is Kind.DENSE and each.shape != () else each.columns[0]
+            for each in inputs
+        },
         dtypes={field.name: field.dtype for field in inputs if field.kind not in (Kind.BYTES, Kind.STRING)},
         shapes={field.name: field.shape for field in inputs if field.kind not in _VARIABLE and field.shape},
         pad_to={name: length for name, length in pad_to.items() if name in {field.name for field in inputs}},
@@ -82,11 +83,7 @@ class FeatureReader:
     def __call__(self, batch: pa.RecordBatch) -> dict[str, Any]:
         """Return, by name, an array [rows, ...] or a list with an entry per row. Valid until the next call.
 
-        Args:
-            batch: A batch with at least one row.
-
-        Raises:
-            DataError: A column has nulls, or other lengths than in training.
+        There must be a row. Raises DataError if a column has nulls, or other lengths than in training.
         """
         import pyarrow as pa
 
@@ -94,7 +91,13 @@ class FeatureReader:
         try:
             block = self._encoder.encode(pa.RecordBatch.from_arrays(columns, self._names))
         except RowsRefused as refused:
-            raise error_of(map(_as_of_transform, refused.faults), self._encoder.rows) from None
+            faults = [  # settings about writing rows do not help in `transform`
+                replace(
+                    each, remedy=HANDLE_INVALID if each.missing else "" if each.setting else each.remedy, setting=""
+                )
+                for each in refused.faults
+            ]
+            raise error_of(faults, self._encoder.rows) from None
         assert self._encoder.layout is not None
         return {
             field.name: np.ascontiguousarray(block.records[field.name])
@@ -114,17 +117,6 @@ class FeatureReader:
     def _column(batch: pa.RecordBatch, name: str) -> Any:
         # Not by name: other columns of the batch may have equal names.
         return batch.column(batch.schema.get_field_index(name))
-
-
-def _as_of_transform(fault: Fault) -> Fault:
-    """Return the fault with a remedy for `transform`, where settings about writing rows do not help."""
-    remedy = HANDLE_INVALID if fault.missing else "" if fault.setting else fault.remedy
-    return replace(fault, remedy=remedy, setting="")
-
-
-def _columns(field: TensorField) -> str | list[str]:
-    alone = field.kind is not Kind.DENSE or field.shape == ()
-    return field.columns[0] if alone else list(field.columns)
 
 
 def _plain(column: Any) -> Any:
@@ -150,179 +142,11 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
     return [bytes(value).decode() if field.kind is Kind.STRING else bytes(value) for value in values]
 
 
-# --- model outputs to added columns ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class OutputShape:
-    """The type of one output of a model.
-
-    Attributes:
-        dtype: In numpy's notation ("<f4").
-        shape: Shape of one row's value. The number of axes is fixed, their lengths may differ.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AddedColumn:
-    """A column that `transform` adds.
-
-    Attributes:
-        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made
-            of output 0 by `rule`.
-        as_vector: Store a Spark ML vector.
-    """
-
-    name: str
-    made: str
-    output: int
-    rule: str
-    shape: OutputShape
-    as_vector: bool = False
-
-    def values(self, outputs: Sequence[Array]) -> Array:
-        """Return the column's values, [rows, ...], given all outputs of the model, each [rows, ...]."""
-        output = outputs[self.output]
-        if self.made == "raw":
-            if output.ndim - 1 != len(self.shape.shape):
-                raise DataError(
-                    f"output {self.output} of the model has shape {list(output.shape)} here; when it was fitted, a row "
-                    f"had shape {list(self.shape.shape)}"
-                )
-            return output
-        return _MADE[self.made](output, self.rule)
-
-
-def prediction(output: Array, rule: str) -> Array:
-    """Return the predictions, float64 [rows], of an output [rows], [rows, 1] or, for `BY_CLASS`, [rows, classes]."""
-    if rule in BY_CLASS:
-        return np.asarray(output.argmax(axis=1), np.float64)
-    flat = output.reshape(len(output))
-    if rule == "value":
-        return flat.astype(np.float64)
-    threshold = 0.0 if rule == "binary_logit" else 0.5
-    return (flat > threshold).astype(np.float64)
-
-
-def probability(output: Array, rule: str) -> Array:
-    """Return the probability of each class, float64 [rows, classes]."""
-    values = output.astype(np.float64)
-    if rule == "argmax_probability":
-        return values
-    if rule == "argmax":
-        raised = np.exp(values - values.max(axis=1, keepdims=True))
-        return np.asarray(raised / raised.sum(axis=1, keepdims=True))
-    flat = values.reshape(len(values))
-    # the sigmoid, in a form that overflows for no logit
-    positive = np.exp(-np.logaddexp(0.0, -flat)) if rule == "binary_logit" else flat
-    return np.stack([1 - positive, positive], axis=1)
-
-
-def raw_prediction(output: Array, rule: str) -> Array:
-    """Return the score of each class, float64 [rows, classes]: the larger, the more likely the class is."""
-    if rule != "binary_logit":
-        return output.astype(np.float64) if rule in BY_CLASS else probability(output, rule)
-    flat = output.astype(np.float64).reshape(len(output))
-    return np.stack([-flat, flat], axis=1)
-
-
-_MADE = {"prediction": prediction, "probability": probability, "raw_prediction": raw_prediction}
-
-
-def suits(rule: str, shape: tuple[int, ...]) -> bool:
-    """Return whether this rule can make a prediction of an output whose rows have this shape."""
-    return len(shape) == 1 if rule in BY_CLASS else shape in ((), (1,))
-
-
-def rule_of_shape(shape: tuple[int, ...]) -> str | None:
-    """Return the rule for an output when the loss does not say; None if the shape allows several."""
-    return "value" if shape in ((), (1,)) else None
-
-
-def spark_type(column: AddedColumn) -> Any:
-    """Return the Spark DataType of the column."""
-    from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql import types
-
-    if column.as_vector:
-        return VectorUDT()
-    if column.made == "prediction":
-        return types.DoubleType()
-    dtype, depth = np.dtype(column.shape.dtype), len(column.shape.shape)
-    if dtype.kind == "f":
-        made = types.DoubleType() if depth == 0 or dtype.itemsize == 8 else types.FloatType()
-    elif dtype.kind == "b":
-        made = types.BooleanType()
-    else:
-        made = types.IntegerType() if _fits_int32(dtype) else types.LongType()
-    for _ in range(depth):
-        made = types.ArrayType(made)
-    return made
-
-
-def _fits_int32(dtype: np.dtype[Any]) -> bool:
-    return dtype.itemsize <= 4 and dtype.str != "<u4"
-
-
-def arrow_array(column: AddedColumn, values: Array) -> pa.Array:
-    """Return a column's values in exactly the Arrow type that Spark uses for `spark_type`."""
-    import pyarrow as pa
-
-    if column.as_vector:
-        return _vectors(values.astype(np.float64, copy=False))
-    if values.ndim == 1 and values.dtype.kind == "f":
-        return pa.array(values.astype(np.float64, copy=False))
-    if values.dtype.str[1:] == "f2":
-        values = values.astype(np.float32)
-    elif values.dtype.kind in "iu":
-        values = values.astype(np.int32 if _fits_int32(values.dtype) else np.int64, copy=False)
-    made = pa.array(np.ascontiguousarray(values).reshape(-1))
-    for axis in range(values.ndim - 1, 0, -1):
-        size, count = values.shape[axis], int(np.prod(values.shape[:axis]))
-        made = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * size, pa.int32()), made)
-    return made
-
-
-def _vectors(values: Array) -> pa.Array:
-    """Return values [rows, size] as dense vectors in the struct of VectorUDT."""
-    import pyarrow as pa
-
-    rows, size = values.shape
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-    offsets = pa.array(np.arange(rows + 1) * size, pa.int32())
-    # Spark compares the types exactly, so the values in the lists must be declared as never null.
-    number, index = pa.field("element", pa.float64(), nullable=False), pa.field("element", pa.int32(), nullable=False)
-    fields = [
-        pa.field("type", pa.int8(), nullable=False),
-        pa.field("size", pa.int32()),
-        pa.field("indices", pa.list_(index)),
-        pa.field("values", pa.list_(number)),
-    ]
-    parts = [
-        pa.array(np.ones(rows, np.int8)),
-        pa.nulls(rows, pa.int32()),
-        pa.nulls(rows, pa.list_(index)),
-        pa.ListArray.from_arrays(offsets, flat, type=pa.list_(number)),
-    ]
-    return pa.StructArray.from_arrays(parts, fields=fields)
-
-
 # --- the functions that Spark runs ------------------------------------------------------------------
 
 
-class Predictor(Protocol):
-    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays."""
-
-    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]: ...
-
-
-class SavedPredictor(Protocol):
-    """A model in the form in which it is sent to executors."""
-
-    def load(self) -> Predictor: ...
+Predictor: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]
+"""A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +158,7 @@ class Serving:
 
     Attributes:
         key: Key of the model in the cache of a Python worker.
-        model: Spark broadcast of the pickled `SavedPredictor`, or what takes its place on Spark Connect.
+        model: Spark broadcast, or its equal on Spark Connect, of a pickled object whose `load()` returns a `Predictor`.
         names: Real names of the columns in their order, if the batches of `mapInArrow` have others.
         groups: The features in the order in which the UDF receives them; several may travel as one column.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
@@ -367,12 +191,9 @@ class Serving:
             yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
 
     def as_lists(self, batches: Iterable[Any]) -> Iterator[pa.Array]:
-        """Return the added columns of one partition: for each row a list with one struct of them.
+        """Return the added columns of one partition: for each row a list with one struct of them, or none if left out.
 
-        The list of a row that `handle_invalid` leaves out is empty.
-
-        Args:
-            batches: Of each batch the columns in the order of `groups`: a tuple of arrays, or the array if it is one.
+        Each batch has the columns in the order of `groups`: a tuple of arrays, or the array if it is one.
         """
         import pyarrow as pa
 
@@ -394,11 +215,7 @@ class Serving:
         return self.handle_invalid == "keep"
 
     def _added_to(self, batch: pa.RecordBatch, read: FeatureReader) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Compute the added columns of a batch.
-
-        Returns:
-            The columns of the rows that stay, and which rows these are.
-        """
+        """Return the added columns of the rows of a batch that stay, and which rows these are."""
         import pyarrow as pa
 
         rows = batch.num_rows
@@ -409,7 +226,8 @@ class Serving:
         if len(valid):
             parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
             if undecided.any():
-                self._check_undecided(undecided)
+                if self.handle_invalid == "error":
+                    raise _no_prediction(int(undecided.sum()), len(undecided))
                 valid = valid[~undecided]
         else:
             parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
@@ -425,25 +243,10 @@ class Serving:
             kept[valid] = True
         return arrays, kept
 
-    def _check_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
-        """Raise `DataError` for rows without a prediction, unless `handle_invalid` says what to do with them."""
-        if self.handle_invalid == "error":
-            raise DataError(
-                f"the model's first output is NaN for {int(undecided.sum())} of {len(undecided)} rows whose features "
-                "are numbers, so they have no prediction. Look at the model's weights and at rows of "
-                f"unusual size. {HANDLE_INVALID}",
-                rows=int(undecided.sum()),
-            )
-
     def _values(
         self, predict: Predictor, features: dict[str, Any], rows: int
     ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
-        """Compute one Arrow batch in batches of the model.
-
-        Returns:
-            For each added column, the values of each part, without those of rows that have no prediction; and which
-            rows have none.
-        """
+        """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
             part = {name: value[start : start + self.batch_size] for name, value in features.items()}
@@ -453,10 +256,7 @@ class Serving:
         return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
 
     def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the same as `_values` for one batch of the model.
-
-        argmax of NaN would be a class, so rows with NaN are marked as having no prediction.
-        """
+        """Return the same as `_values` for one batch of the model. Rows with NaN have no prediction, not a class."""
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
         returned = predict(inputs)
@@ -471,6 +271,14 @@ class Serving:
         if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
             undecided |= np.isnan(outputs[0]).reshape(rows, -1).any(axis=1)
         return [column.values(outputs) for column in self.added], undecided
+
+
+def _no_prediction(count: int, rows: int) -> DataError:
+    return DataError(
+        f"the model's first output is NaN for {count} of {rows} rows whose features are numbers, so they have no "
+        f"prediction. Look at the model's weights and at rows of unusual size. {HANDLE_INVALID}",
+        rows=count,
+    )
 
 
 def has_rows(output: Any, rows: int) -> bool:
@@ -496,8 +304,7 @@ def _loaded(key: str, broadcast: Any) -> Predictor:
         if key not in _models:
             import cloudpickle
 
-            saved: SavedPredictor = cloudpickle.loads(broadcast.value)
-            _models[key] = saved.load()
+            _models[key] = cloudpickle.loads(broadcast.value).load()
             while len(_models) > MAX_LOADED_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)

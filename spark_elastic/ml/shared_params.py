@@ -37,13 +37,6 @@ RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
-_OF_CHECKPOINTS = (
-    "checkpoint_interval",
-    "checkpoint_seconds",
-    "checkpoint_best_of",
-    "checkpoint_best_mode",
-    "keep_checkpoints",
-)
 READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 """Arguments of `materialize` (WRITE_OPTIONS) and `BatchReader` (READ_OPTIONS) that are not settings themselves."""
 
@@ -367,7 +360,8 @@ class CheckpointParams(ElasticParams):
                 f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to resume from; set both"
             )
         if self._given("checkpoint_dir") is None:
-            for name in _OF_CHECKPOINTS:
+            plan = ("interval", "seconds", "best_of", "best_mode")
+            for name in (*(f"checkpoint_{each}" for each in plan), "keep_checkpoints"):
                 if self._is_given(name):
                     raise InvalidSettingsError(
                         f"{name}={self._given(name)!r} without checkpoint_dir: no checkpoints are written; set both"

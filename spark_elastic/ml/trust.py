@@ -48,10 +48,7 @@ def is_trusted() -> bool:
 
 
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
-    """Return whether the deployment trusts the files at this path.
-
-    `qualified` makes a full URI of a path, so that "/models" and "file:///models" are equal.
-    """
+    """Return whether the deployment trusts the files at this path; `qualified` makes a full URI of a path."""
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:
         return True
@@ -89,9 +86,7 @@ def _components(url: str) -> tuple[str, ...]:
 class SafeFrom:
     """The oldest version of a package whose restricted loader cannot be made to run code.
 
-    Attributes:
-        flaws: Known vulnerabilities of older versions.
-        flawed: Newer versions that have them too.
+    Older versions, and newer ones that are `flawed`, have these known vulnerabilities, `flaws`.
     """
 
     package: str

@@ -29,9 +29,7 @@ def reads_settings(depth: int = 2) -> bool:
 
     It reads the settings through Spark ML's methods and writes their `str`, with None and addresses of objects.
     """
-    if _AUTOLOGGER not in sys.modules:
-        return False
-    return sys._getframe(depth).f_globals.get("__name__") == _AUTOLOGGER
+    return _AUTOLOGGER in sys.modules and sys._getframe(depth).f_globals.get("__name__") == _AUTOLOGGER
 
 
 def logs_model(model: Any) -> bool:

@@ -209,9 +209,11 @@ class _MLflowFit:
         search = search_run_id()
         in_search = active is not None and active.info.run_id == search  # whose other fits have runs of their own
         if active is None or callback.nested or in_search:
-            experiment = None
-            if callback.experiment_name is not None:
-                experiment = _experiment_id(callback.experiment_name)
+            experiment, name = None, callback.experiment_name
+            if name is not None:
+                client = mlflow.MlflowClient()
+                found = client.get_experiment_by_name(name)
+                experiment = found.experiment_id if found is not None else client.create_experiment(name)
             below = search if callback.nested and active is None else None
             active = mlflow.start_run(
                 run_name=callback.run_name,
@@ -324,12 +326,6 @@ def _metric_name(name: str) -> str:
     if posixpath.normpath(clean) != clean or clean.startswith(("/", "..")) or clean == ".":
         clean = clean.replace("/", "_").replace("..", "__")
     return clean[:_LONGEST_NAME]
-
-
-def _experiment_id(name: str) -> str:
-    client = _mlflow().MlflowClient()
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found is not None else client.create_experiment(name))
 
 
 def _mlflow() -> Any:

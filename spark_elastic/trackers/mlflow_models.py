@@ -22,7 +22,9 @@ def log_native(model: Any, registered_model_name: str | None = None) -> None:
     """Log the module or Keras model as `native_model`, with a signature; it loads without Spark."""
     flavour = "pytorch" if model.NATIVE == "module" else "keras"
     # not inferred: that would load the model in another process, which takes longer than many fits
-    packages = ["torch"] if flavour == "pytorch" else ["keras", _keras_backend()]
+    packages = ["torch"]
+    if flavour == "keras":
+        packages = ["keras", importlib.import_module("keras").backend.backend()]  # the name of its package
     _log(
         importlib.import_module(f"mlflow.{flavour}").log_model,
         getattr(model, model.NATIVE),
@@ -78,12 +80,6 @@ def _signature(model: Any) -> Any:
         )
 
     return ModelSignature(schema(tensors["inputs"]), schema(tensors["outputs"]))
-
-
-def _keras_backend() -> str:
-    import keras
-
-    return {"tensorflow": "tensorflow", "torch": "torch"}[keras.backend.backend()]
 
 
 def _pinned(packages: list[str]) -> list[str]:

@@ -26,9 +26,9 @@ from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME, TensorField
 from spark_elastic.data.store import Store
 from spark_elastic.errors import SparkElasticError
+from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, Contents
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.reporting.history import History
 from tests.storms.hostile_judge import Findings, usage

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,44 +18,11 @@ from spark_elastic.data.order.permutation import EpochOrder
 Indices = npt.NDArray[np.int64]
 
 
-class DealtRows(Sequence[Indices]):
-    """A member's rows of several batches, each an array.
-
-    Args:
-        rows: The rows of all batches, one batch's after another's.
-        edges: The index in `rows` at which each batch begins, and the index behind the last one.
-    """
-
-    def __init__(self, rows: Indices, edges: Indices) -> None:
-        self.rows = rows
-        self.edges = edges
-
-    def __len__(self) -> int:
-        return len(self.edges) - 1
-
-    @overload
-    def __getitem__(self, number: int) -> Indices: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Indices]: ...
-    def __getitem__(self, number: int | slice) -> Indices | list[Indices]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        first = range(len(self))[number]
-        return self.rows[self.edges[first] : self.edges[first + 1]]
-
-
-def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> DealtRows:
-    """Return the rows that a member takes of some batches, at least one of each.
+def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> list[Indices]:
+    """Return the rows that a member takes of the batches with the numbers `left`, at least one of each.
 
     The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
     rows of a part in turns. If a part has fewer rows than there are members, two members take the same row.
-
-    Args:
-        order: The order of the epoch's rows.
-        left: The numbers of the batches, from 0.
-        batches: The number of batches in the epoch.
-        rank: The rank of the member.
-        size: The number of members.
     """
     numbers = np.arange(left.start, max(left.start, left.stop), dtype=np.int64)
     starts, stops = numbers * order.rows // batches, (numbers + 1) * order.rows // batches
@@ -63,30 +31,15 @@ def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> 
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     # all at once: the order of a thousand rows costs little more than that of ten
     within = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1], counts)
-    return DealtRows(order[np.repeat(firsts, counts) + size * within], edges)
-
-
-def without_autotuning(dataset: Any) -> Any:
-    """Return a dataset of tf.data that does not tune itself.
-
-    Autotuning has a thread that sleeps 10 ms, then 20 ms, and so on up to a minute. An iterator that is given up waits
-    for the end of that sleep: about as long as it has existed. The thread may also read ahead in a world that is over.
-    """
-    import tensorflow as tf
-
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
+    rows = order[np.repeat(firsts, counts) + size * within]
+    return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 class TensorFlowBatches:
-    """Rows of some arrays as batches of tensors. Keras iterates over it as over a `tf.data.Dataset`.
+    """Rows of some arrays, in any structure, as batches of tensors. Keras iterates over it as over a `tf.data.Dataset`.
 
     The dataset is made once, because tracing its functions takes longer than entering `fit`; it reads from a variable
     which rows come next.
-
-    Args:
-        arrays: Arrays with rows in their first dimension, in any structure.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -98,9 +51,10 @@ class TensorFlowBatches:
             self._plan = tf.Variable(np.zeros(2, np.int64), shape=[None], trainable=False)
             """The number of batches n; their n + 1 edges; their rows."""
 
-    def set_rows(self, shares: DealtRows) -> None:
+    def set_rows(self, shares: Sequence[Indices]) -> None:
         """Make the batches of the next iterator those of `shares`."""
-        self._plan.assign(np.concatenate([np.array([len(shares)], np.int64), shares.edges, shares.rows]))
+        edges = np.cumsum([0, *map(len, shares)], dtype=np.int64)
+        self._plan.assign(np.concatenate([np.array([len(shares)], np.int64), edges, *shares]))
 
     def __iter__(self) -> Iterator[Any]:
         if self._dataset is None:
@@ -121,4 +75,8 @@ class TensorFlowBatches:
         plain = tf.autograph.experimental.do_not_convert
         # the variable is read when an epoch begins, not when this is made
         batches = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches)).map(plain(batch_at))
-        return without_autotuning(batches.prefetch(2))
+        # Autotuning has a thread that sleeps 10 ms, then 20 ms, and so on up to a minute. An iterator that is given up
+        # waits for the end of that sleep. The thread may also read ahead in a world that is over.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return batches.prefetch(2).with_options(options)

@@ -16,14 +16,20 @@ import numpy.typing as npt
 # Private: the one kind of input that may say for each epoch anew which batches it has, in Keras 3.4 to 3.15.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+# Private: the function with which Keras itself weighs arrays, so that the weights are the same.
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
+
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder
-from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.elastic.call_stack import calling_method, calling_object
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
-from spark_elastic.keras.elastic.fit_arguments import check_arguments, check_steps, with_class_weight
+from spark_elastic.keras.elastic.batches import Indices, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
+
+_ENTRIES = ("fit", "evaluate", "predict")
+_WITHIN = 10
+"""Largest number of calls between `fit` and its dataset."""
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -222,39 +228,32 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._class_weight: Mapping[int, float] | None = None
         self._weighted = self._arrays
         """The arrays with the class weights of the present `fit`."""
-        self._mine = DealtRows(np.empty(0, np.int64), np.zeros(1, np.int64))
+        self._mine: list[Indices] = []
         self._batches: TensorFlowBatches | None = None
         self._trained_next()
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def rows_left(self) -> DealtRows:
+    def rows_left(self) -> list[Indices]:
         """Return this member's rows of each remaining batch of the state's epoch."""
         return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
 
     def _trained_next(self) -> None:
         """Make this the dataset whose rows the state's next steps train."""
         session = session_of(self.state)
-        session.first_batch = self._first_batch
-        session.no_batch = self._no_batch
+        session.batches_in_advance = self._in_advance
         session.global_batch = self.batch_rows
 
-    def _dealt(self, epoch: int, batches: range) -> DealtRows:
+    def _dealt(self, epoch: int, batches: range) -> list[Indices]:
         position = process.require()
         order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
         return deal(order, batches, self.num_batches, position.rank, position.size)
 
-    def _first_batch(self) -> Any:
-        """Return an iterator whose next element is a batch of the training data, to run a step with in advance."""
+    def _in_advance(self, count: int) -> Any:
+        """Return an iterator over the first batches of the training data, to trace a step with or to run it."""
         batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(1)))
-        return iter(batches)
-
-    def _no_batch(self) -> Any:
-        """Return an iterator over no batch, with the types of the training data, to trace a step with."""
-        batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(0)))
+        batches.set_rows(self._dealt(0, range(count)))
         return iter(batches)
 
     def _in_tensorflow(self) -> TensorFlowBatches:
@@ -264,7 +263,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def _weigh(self, class_weight: Mapping[int, float] | None) -> None:
         if class_weight != self._class_weight:
-            self._weighted = with_class_weight(self._arrays, class_weight) if class_weight else self._arrays
+            self._weighted = _with_class_weight(self._arrays, class_weight) if class_weight else self._arrays
             self._class_weight = dict(class_weight) if class_weight else None
             self._batches = None
 
@@ -278,7 +277,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         # counts them
         counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
         if counting is not None:
-            check_steps(counting.steps_per_epoch, self.num_batches)
+            _check_steps(counting.steps_per_epoch, self.num_batches)
             counting.steps_per_epoch = None  # or Keras counts that many in a resumed epoch, which has fewer
         if self._batches is not None:
             self._batches.set_rows(self._mine)
@@ -288,11 +287,11 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
-        self._weigh(check_arguments(self))
+        self._weigh(_check_arguments(self))
         return self._in_tensorflow()
 
     def get_torch_dataloader(self) -> Any:
-        self._weigh(check_arguments(self))
+        self._weigh(_check_arguments(self))
         return _TorchBatches(self)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -314,3 +313,70 @@ class _TorchBatches:
 def _as_array(values: Any) -> npt.NDArray[Any]:
     array = np.asarray(values)
     return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+
+# --- the arguments of `model.fit` beside an ElasticDataset, which Keras does not pass on to it ---------
+
+
+def _check_arguments(dataset: Any) -> Mapping[int, float] | None:
+    """Return the `class_weight` of the `fit` that asks the `ElasticDataset` for its batches; None without one.
+
+    Raises UsageError if the dataset is used for something else than training, or `fit` would ignore an argument.
+    """
+    entry, given = calling_method(lambda owner: isinstance(owner, keras.Model), _ENTRIES, _WITHIN)
+    if not entry:
+        return None
+    validation = given.get("validation_data")
+    beside = validation if isinstance(validation, (tuple, list)) else (validation,)
+    kind = type(dataset)
+    trained: bool = entry == "fit" and given.get("x") is dataset
+    if not trained or any(isinstance(part, kind) for part in beside):
+        where = f"model.{entry}" if entry != "fit" else "validation_data of model.fit"
+        raise UsageError(
+            f"an ElasticDataset cannot be used in {where}: it deals each worker its share of the rows that are left "
+            "of the state's epoch of training. Give the arrays, (x, y), or a tf.data.Dataset of them"
+        )
+    for name in ("y", "sample_weight"):
+        if given.get(name) is not None:
+            raise UsageError(
+                f"model.fit got {name}= beside an ElasticDataset, where Keras ignores it; give it to the dataset: "
+                "ElasticDataset(x, y, sample_weight, state=state, ...)"
+            )
+    size = given.get("batch_size")
+    if size is not None and size != dataset.batch_rows:
+        raise UsageError(
+            f"model.fit got batch_size={size} beside an ElasticDataset whose batch_size is {dataset.batch_rows}; give "
+            "it to the dataset alone, and validation_batch_size to fit for the rows of validation_data"
+        )
+    shuffle = given.get("shuffle", True)
+    if shuffle is not True and (shuffle or dataset.shuffle):  # True is the default of `fit`
+        raise UsageError(
+            f"model.fit got shuffle={shuffle!r} beside an ElasticDataset with shuffle={dataset.shuffle}, where Keras "
+            "ignores it; give it to the dataset: ElasticDataset(..., shuffle=False) keeps the order of the rows"
+        )
+    weights: Mapping[int, float] | None = given.get("class_weight")
+    return weights or None
+
+
+def _check_steps(steps: int | None, batches: int) -> None:
+    """Raise UsageError if the `steps_per_epoch` of Keras is another number than the dataset's batches of an epoch."""
+    if steps not in (None, batches):
+        raise UsageError(
+            f"steps_per_epoch={steps} (of model.fit, or of KERAS_MAX_STEPS_PER_EPOCH), but an epoch of this "
+            f"ElasticDataset has {batches} batches, and ends with the last of them. Leave it out; for shorter epochs, "
+            "give the dataset fewer rows"
+        )
+
+
+def _with_class_weight(parts: tuple[Any, ...], class_weight: Mapping[int, float]) -> tuple[Any, ...]:
+    """Return (x, y, weights) with the weights of the rows' classes; raise UsageError without targets of one output."""
+    if len(parts) < 2 or not isinstance(parts[1], np.ndarray):
+        raise UsageError(
+            "class_weight needs the targets of one output as y of the ElasticDataset; for a model with several "
+            "outputs, give ElasticDataset a sample_weight for each"
+        )
+    weights = np.asarray(class_weight_to_sample_weights(parts[1], class_weight))
+    if len(parts) > 2:
+        own = parts[2]
+        weights = (own * weights.reshape(-1, *[1] * (own.ndim - 1))).astype(weights.dtype)
+    return parts[0], parts[1], weights

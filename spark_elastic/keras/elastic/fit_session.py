@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -21,7 +22,7 @@ from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
-from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, set_resume_point
+from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, refuse, set_resume_point
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -43,18 +44,12 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The values of all callbacks at some moment, as far as callbacks have changed them. Immutable, so not copied.
-
-    Attributes:
-        begun: A call of `fit` has begun an epoch.
-        ended: That call has returned.
-        stopped_at: The state's epoch when it returned, if a callback has stopped the training.
-        values: By callback, the values that it has changed.
-    """
+    """The values that each callback has changed, and whether a `fit` has begun an epoch and ended. Immutable."""
 
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
+    """The state's epoch when the call returned, if a callback has stopped the training."""
     values: Mapping[str, Values] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
@@ -73,11 +68,7 @@ class _WatchedCallback:
 
 
 class FitCallbacks:
-    """A value of a `KerasState`: the values of the callbacks that `fit` is called with.
-
-    Args:
-        epoch: A function that returns the state's epoch; None if the state does not count epochs.
-    """
+    """A value of a `KerasState`, of which `epoch` returns the epoch: the values of the callbacks of `fit`."""
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
         self.detached: Callable[[], None] = lambda: None
@@ -131,19 +122,13 @@ class FitCallbacks:
     # --- called by `fit` ----------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Observe all callbacks of `fit`; a callback calls this from its `set_model`.
-
-        Raises:
-            UsageError: A callback cannot be used in an elastic loop.
-        """
+        """Observe all callbacks of `fit`, from `set_model` of one; raise UsageError if one cannot be used in a loop."""
         # Keras gives a callback no access to the list of callbacks, which is a caller of `set_model`
         callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
         if callbacks is None or callbacks is self._attached:
             return
         for callback in callbacks.callbacks:
-            for name, why in _REFUSED.items():
-                if isinstance(callback, getattr(keras.callbacks, name, ())):
-                    raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
+            refuse(callback, "an elastic loop", _REFUSED, UsageError)
         self._attached = callbacks
         around = {
             "on_train_begin": self._train_begins,
@@ -153,21 +138,21 @@ class FitCallbacks:
             **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
         }
         for name, function in around.items():
-            setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
+            setattr(callbacks, name, partial(function, callbacks, getattr(callbacks, name)))
 
-    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         self._begun = False
         self._watched = {}
         for callback in callbacks.callbacks:
             if self._resuming and isinstance(getattr(callback, "append", None), bool):
                 callback.append = True  # keep the rows written before
-        plain(*args)
+        plain(*args, **logs)
         self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
         if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
             self._put()
             callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
 
-    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         if not self._begun:
             self._begun = True
             if self._resuming and not self._kept.ended:
@@ -175,24 +160,24 @@ class FitCallbacks:
             else:
                 self._kept, self._changing = Snapshot(), {}
             self._resuming = False
-        self._event(callbacks, plain, *args)
+        self._event(callbacks, plain, *args, **logs)
 
-    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
-        plain(*args)
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
+        plain(*args, **logs)
         then, self.after_batch = self.after_batch, None
         if then is not None:
             then()
 
-    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         self._events += 1
-        plain(*args)
+        plain(*args, **logs)
         self._events += 1
 
-    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         stopped = self._begun and callbacks.model.stop_training
         if callbacks.model._initial_epoch == sys.maxsize:
             callbacks.model._initial_epoch = None
-        self._event(callbacks, plain, *args)
+        self._event(callbacks, plain, *args, **logs)
         if self._begun:
             self._kept = Snapshot(True, True, self._epoch() if stopped else None, self._values())
         elif self._resuming and self._kept.ended:
@@ -223,13 +208,6 @@ class FitCallbacks:
             watched.copied = None
 
 
-def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
-    def called(*args: Any, **kwargs: Any) -> None:
-        function(callbacks, plain, *args, *kwargs.values())
-
-    return called
-
-
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the callbacks to observe, each with a key that is the same on every member and in every call of `fit`."""
     counts: dict[str, int] = {}
@@ -248,9 +226,6 @@ class FitSession:
 
     Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
     leave out; the state goes on counting. If several callbacks report the same batch or epoch, it is counted once.
-
-    Args:
-        state: The state.
     """
 
     def __init__(self, state: Any) -> None:
@@ -260,10 +235,8 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.first_batch: Callable[[], Any] | None = None
-        """A function that returns an iterator over a batch of the dataset of `fit`; None if that dataset is unknown."""
-        self.no_batch: Callable[[], Any] | None = None
-        """A function that returns an iterator over no batch, of the same types."""
+        self.batches_in_advance: Callable[[int], Any] | None = None
+        """A function that returns an iterator over so many first batches of the dataset of `fit`; None: not known."""
         self.global_batch: int | None = None
         """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state
@@ -285,13 +258,7 @@ class FitSession:
         self._last: int | None = None
 
     def epoch_begins(self, epoch: int, model: Any, epochs: int | None = None) -> None:
-        """Handle the beginning of an epoch.
-
-        Args:
-            epoch: The number that Keras gives it.
-            model: The model that is trained.
-            epochs: The argument `epochs` of `fit`, if it is known.
-        """
+        """Handle the beginning of the epoch to which Keras gives this number; `epochs` is the argument of `fit`."""
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             if self.counts_epochs and epochs is not None:
@@ -345,10 +312,7 @@ class FitSession:
         self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
 
     def _put_running_metrics_back(self) -> None:
-        """Restore the copied metrics, so that the epoch's metrics are those of all its batches.
-
-        Nothing happens if the epoch is not the one that was left.
-        """
+        """Restore the metrics of the epoch that was left, so that they are those of all its batches."""
         running, self._running = self._running, None
         state = self._state.__dict__
         if running is None or running[0] != state.get("epoch") or not state.get("batch"):

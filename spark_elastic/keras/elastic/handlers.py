@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import torch
@@ -19,12 +20,8 @@ from spark_elastic.keras.optimizer import reduces
 class VariablesHandler(StateHandler):
     """The handler of a value that consists of Keras variables, which are sent as bytes and matched by their order.
 
-    Their paths are used in messages only, because two processes may have numbered their layers differently.
-
-    Args:
-        value: The value.
-        what: What error messages call the value.
-        variables_of: A function that returns the variables of a value.
+    Their paths are used in messages only, because two processes may have numbered their layers differently. Error
+    messages call the value `what`.
     """
 
     observed = True
@@ -41,7 +38,6 @@ class VariablesHandler(StateHandler):
         """The saved variables. A value that is built later gets others, before and between these as well."""
         self._saved_whole = False
         """True if the value was built when it was saved."""
-        self._read: tuple[list[int], Callable[[], list[backend.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
         """Return all variables, in an order that is the same on every member."""
@@ -70,8 +66,7 @@ class VariablesHandler(StateHandler):
         """Raise UsageError if the variables here differ from those of another member in number, shape or type."""
         theirs = [Description(*piece.key) for piece in layout]
         mine = [backend.describe(variable) for variable in self.variables()]
-        for number, other in enumerate(theirs):
-            own = mine[number] if number < len(mine) else None
+        for other, own in zip(theirs, itertools.chain(mine, itertools.repeat(None)), strict=False):
             if own is None or own[1:] != other[1:]:
                 have = "no such variable" if own is None else f"{own.shape} {own.dtype} ({own.path})"
                 raise UsageError(
@@ -89,7 +84,7 @@ class VariablesHandler(StateHandler):
         """Copy all variables at once; TensorFlow copies the memory of a variable when it is changed next."""
         self._light = self.light()
         self._saved_of = self.variables()
-        self._saved = self._reader(self._saved_of)()
+        self._saved = backend.copy_values(self._saved_of)
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
@@ -109,18 +104,9 @@ class VariablesHandler(StateHandler):
         backend.restore_values(self._saved_of, self._saved)
         self.set_light(self._light)
 
-    def _reader(self, own: list[Variable]) -> Callable[[], list[backend.Copy]]:
-        identities = [id(variable) for variable in own]
-        if identities != self._read[0]:
-            self._read = identities, backend.reader_of(own)
-        return self._read[1]
-
 
 class ModelHandler(VariablesHandler):
-    """The handler of a model or layer: its weights, and the seeds of its random layers.
-
-    Copies include the metrics of a compiled model, so that `restore` returns the metrics of the epoch, too.
-    """
+    """The handler of a model or layer: weights, seeds of random layers and, in copies alone, the metrics."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value, "the model")
@@ -157,20 +143,10 @@ class ModelHandler(VariablesHandler):
         return own + list(self.value.metrics_variables)
 
 
-class MadeFor(NamedTuple):
-    """A variable that an optimizer was built for: the name of its model in the state, and its index in that model."""
-
-    model: str
-    number: int
-
-
 class OptimizerHandler(VariablesHandler):
     """The handler of an optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
 
-    Args:
-        value: The optimizer.
-        models: A function that returns the models of the state by name; a newcomer builds its optimizer for their
-            variables.
+    A newcomer builds its optimizer for the variables of the state's `models`, by name.
     """
 
     def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
@@ -188,8 +164,7 @@ class OptimizerHandler(VariablesHandler):
 
     def light(self) -> float | None:
         """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
-        rate = self._rate()
-        return None if rate is None else float(rate.numpy())
+        return None if (rate := self._rate()) is None else float(rate.numpy())
 
     def set_light(self, light: float | None) -> None:
         rate = self._rate()
@@ -200,11 +175,12 @@ class OptimizerHandler(VariablesHandler):
         rate = getattr(getattr(self.value, "inner_optimizer", self.value), "_learning_rate", None)
         return rate if isinstance(rate, keras.Variable) else None
 
-    def metadata(self) -> list[MadeFor] | None:
+    def metadata(self) -> list[tuple[str, int]] | None:
+        """Return for which variables it was built: the name of the model in the state, and the index in that model."""
         if not self.value.built:
             return None
         places = {
-            id(variable): MadeFor(name, number)
+            id(variable): (name, number)
             for name, model in self._models().items()
             for number, variable in enumerate(model.variables)
         }
@@ -255,6 +231,4 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):
         return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
-    if isinstance(value, HasStateDict):
-        return KerasStateDictHandler(value)
-    return None
+    return KerasStateDictHandler(value) if isinstance(value, HasStateDict) else None

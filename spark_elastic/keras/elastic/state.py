@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,7 +102,7 @@ class KerasSteps(OptimizerSteps):
     def count(self, replaced: bool = False) -> None:
         self._adopt_optimizer()
         if replaced:
-            self.snapshots.discard()
+            self.snapshots.snapshot.discard()
             self._copies = None
         elif self._counter.version is None or self._counter.alone:
             return
@@ -129,10 +130,7 @@ class KerasSteps(OptimizerSteps):
                 self.attach("optimizer")
         elif compiled is not own and getattr(compiled, "inner_optimizer", None) is own:
             self._state.optimizer = compiled
-        self._build_optimizer()
-
-    def _build_optimizer(self) -> None:
-        """Build the optimizer for a built model, so that a commit before the first step has the slots."""
+        # built for a built model, so that a commit before the first step has the slots
         model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
         belongs = optimizer is getattr(model, "optimizer", None)
         if model is None or optimizer is None or not belongs:
@@ -157,7 +155,7 @@ class KerasSteps(OptimizerSteps):
         for steps in self._accumulating():
             steps.drop()
         changed = super().undo(plain)
-        if self.fit.marks and self.snapshots.restore():
+        if self.fit.marks and self.snapshots.snapshot.restore():
             changed = ""
             if self.fit.counts_batches and "batch" in plain:  # several steps of one execution may have been applied
                 passes = max((steps.passes for steps in self.snapshots.reducing()), default=1)
@@ -190,7 +188,7 @@ class KerasSteps(OptimizerSteps):
         """
         model = self._state.__dict__.get("model")
         session = self.fit
-        if BACKEND != "tensorflow" or session.first_batch is None or session.no_batch is None:
+        if BACKEND != "tensorflow" or session.batches_in_advance is None:
             return
         if getattr(model, "optimizer", None) is None or model.run_eagerly:
             return
@@ -199,9 +197,12 @@ class KerasSteps(OptimizerSteps):
             model.make_train_function()
             if model.built and model.optimizer.built:
                 with self._state._frontend.alone(), self._values_kept(model):
-                    model.train_function(session.first_batch())
+                    model.train_function(session.batches_in_advance(1))
             else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
-                _trace(model.train_function, session.no_batch())
+                import tensorflow as tf
+
+                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                    model.train_function(session.batches_in_advance(0))  # traces it
         except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
             log.info("the train step could not be run before joining: %s", error)
             model.train_function = None
@@ -228,14 +229,4 @@ class KerasSteps(OptimizerSteps):
                 steps.set_applied(count)
             for metric in model.metrics:  # the first step may have made some of their variables
                 metric.reset_state()
-            self.snapshots.discard()
-
-
-def _trace(train_function: Callable[[Any], Any], nothing: Any) -> None:
-    """Trace a train function of TensorFlow; the iterator `nothing` has the types of the training data, and no batch."""
-    import tensorflow as tf
-
-    try:
-        train_function(nothing)
-    except (StopIteration, tf.errors.OutOfRangeError):
-        pass
+            self.snapshots.snapshot.discard()

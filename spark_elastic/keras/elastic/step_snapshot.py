@@ -21,12 +21,7 @@ from spark_elastic.keras.optimizer import build_for, reduces
 
 
 class StepSnapshot:
-    """Copies of some variables, made at the start of the last step.
-
-    Args:
-        variables: A function that returns the variables to copy; models may have new ones since the last call.
-        steps: A function that returns the number of optimizer steps applied so far; in a graph, a tensor.
-    """
+    """Copies of variables, made at the start of the last step, and the number of steps applied until then."""
 
     def __init__(self, variables: Callable[[], list[Variable]], steps: Callable[[], Any]) -> None:
         self._variables = variables
@@ -56,11 +51,7 @@ class StepSnapshot:
                 self._copies[id(variable)] = tf.Variable(zeros, trainable=False)
 
     def take(self, begins: Any) -> None:
-        """Take the snapshot at the start of a step; in a graph, it becomes part of the step.
-
-        Args:
-            begins: True at the first pass of a step; in a graph, a tensor.
-        """
+        """Take the snapshot if a step begins (in a graph, a tensor); in a graph, it becomes part of the step."""
         if BACKEND == "torch":
             if begins:
                 self._copies = dict(zip(map(id, self._copied), backend.copy_values(self._copied), strict=True))
@@ -101,26 +92,22 @@ class StepSnapshot:
 
 
 class SnapshottedSteps:
-    """Makes the steps of `fit` take snapshots, and those of all loops count only once their gradients are there.
-
-    Args:
-        handlers: The values of the state.
-        session: The state's `FitSession`.
-    """
+    """Makes the steps of `fit` take snapshots, and those of all loops count only once their gradients are there."""
 
     def __init__(self, handlers: Handlers, session: FitSession) -> None:
         self.wrapped = False
         self._handlers = handlers
         self._session = session
-        self._snapshot = StepSnapshot(self.untrained, self._applied)
+        self.snapshot = StepSnapshot(self.untrained, self._applied)
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self) -> None:
         self.wrapped = True
         for handler in self._handlers.of(ModelHandler).values():
             if hasattr(handler.value, "train_step"):
-                prepare, nothing_left = self._snapshot.prepare, lambda: self._session.nothing_left
-                self._undo.append(wrap_train_step(handler.value, prepare, self._around_step, nothing_left))
+                self._undo.append(
+                    wrap_train_step(handler.value, self.snapshot.prepare, self._around_step, self._session)
+                )
         for optimizer in self._optimizers():
             self._undo.append(wrap_apply(optimizer, self._save_new))
 
@@ -128,13 +115,6 @@ class SnapshottedSteps:
         for undo in self._undo:
             undo()
         self._undo, self.wrapped = [], False
-
-    def restore(self) -> bool:
-        """Undo the unfinished step of `fit`, if there is one; return True if so."""
-        return self._snapshot.restore()
-
-    def discard(self) -> None:
-        self._snapshot.discard()
 
     def untrained(self) -> list[Any]:
         """Return the variables of the state that steps change besides through optimizers, without frozen weights."""
@@ -156,14 +136,14 @@ class SnapshottedSteps:
     @contextmanager
     def _around_step(self, data: Any) -> Iterator[None]:
         several = [steps for steps in self.reducing() if steps.passes > 1]
-        self._snapshot.take(several[0].at_boundary() if several else True)
+        self.snapshot.take(several[0].at_boundary() if several else True)
         global_batch = self._session.global_batch
         weighted = [] if global_batch is None else self.reducing()
         try:
             for steps in weighted:
                 steps.weight = backend.rows_of(data) / global_batch
             yield
-            self._snapshot.prepare()
+            self.snapshot.prepare()
         finally:
             for steps in weighted:
                 steps.weight = None
@@ -183,14 +163,9 @@ def wrap_apply(optimizer: Any, built: Callable[[], None]) -> Callable[[], None]:
     """Replace `apply` of an optimizer by a function that builds it first and, in a graph, waits for the gradients.
 
     Without that the optimizer's count of iterations, which does not depend on the gradients, would be incremented in
-    parallel to a reduction that fails.
+    parallel to a reduction that fails. `built` is called when the optimizer has been built for its first step.
 
-    Args:
-        optimizer: The optimizer.
-        built: A function to call when the optimizer has been built for its first step.
-
-    Returns:
-        A function that restores `apply`.
+    Returns: a function that restores `apply`.
     """
     plain = optimizer.apply
 
@@ -217,31 +192,20 @@ def _after(grads: list[Any]) -> AbstractContextManager[Any]:
         return nullcontext()
     import tensorflow as tf
 
-    present = [grad for grad in grads if grad is not None]
-    context: AbstractContextManager[Any] = tf.control_dependencies(
-        [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in present]
-    )
+    present = tf.nest.flatten([grad for grad in grads if grad is not None], expand_composites=True)
+    context: AbstractContextManager[Any] = tf.control_dependencies(present)
     return context
 
 
 def wrap_train_step(
-    model: Any,
-    prepare: Callable[[], None],
-    around: Callable[[Any], AbstractContextManager[None]],
-    nothing_left: Callable[[], bool],
+    model: Any, prepare: Callable[[], None], around: Callable[[Any], AbstractContextManager[None]], session: FitSession
 ) -> Callable[[], None]:
-    """Replace the train step of a model by one that runs inside of `around(data)`.
+    """Replace the train step of a model by one that runs inside of `around(data)`; `prepare` precedes its trace.
 
-    Args:
-        model: The model.
-        prepare: A function to call before the step is traced.
-        around: A function that returns the context for a step on `data`.
-        nothing_left: A function that returns True if the epoch was left after its last batch. `fit` then ends the epoch
-            without a step, with the model's metrics as its logs: a graph without data would still run those of its
-            operations that do not depend on the data.
+    If the epoch was left after its last batch, `fit` ends it without a step, with the model's metrics as its logs: a
+    graph without data would still run those of its operations that do not depend on the data.
 
-    Returns:
-        A function that restores the train step.
+    Returns: a function that restores the train step.
     """
     plain_step, plain_make = model.train_step, model.make_train_function
 
@@ -256,7 +220,7 @@ def wrap_train_step(
         if not hasattr(plain_function, "ends_epochs"):
 
             def train_function(data: Any) -> Any:
-                if nothing_left():
+                if session.nothing_left:
                     raise StopIteration
                 return plain_function(data)
 

@@ -16,8 +16,8 @@ import keras
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.keras.callback_state import CallbackSnapshot
-from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.keras.callback_state import CallbackSnapshot, refuse
+from spark_elastic.ml.callbacks import Callback, Logs, Run, check_kinds
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
@@ -35,20 +35,18 @@ class KerasCallback(Callback):
     """A callback of Keras as a `Callback`. Raises InvalidSettingsError if it cannot be used in an elastic training."""
 
     def __init__(self, wrapped: Any, training: Training, model: Any, shared: SharedLogs) -> None:
-        for name, why in REFUSED.items():
-            if isinstance(wrapped, getattr(keras.callbacks, name, ())):
-                raise InvalidSettingsError(f"the callback {name} cannot be used in an estimator: {why}")
+        refuse(wrapped, "an estimator", REFUSED, InvalidSettingsError)
         self.wrapped = wrapped
         self.rank_0_only = bool(getattr(wrapped, "rank_0_only", isinstance(wrapped, RANK_0_ONLY)))
         self._training = training
         self._model = model
         self._shared = shared
-        self._run: Run | None = None
         self._begun = self._ended = False
         self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
         """The attributes of `wrapped`; None if `wrapped` was called since they were read."""
         self._at_begin = self._kept
-        self._loaded: dict[str, Any] = {}
+        self.loaded_arrays: dict[str, Any] = {}
+        """The arrays for the next `load_state_dict`."""
         # Set only for callbacks that act on batches, because computing the logs of every batch costs time.
         if self._acts("on_train_batch_begin", "on_batch_begin"):
             self.on_batch_begin = self._on_batch_begin  # type: ignore[method-assign]
@@ -62,7 +60,7 @@ class KerasCallback(Callback):
         return any(not hasattr(getattr(self.wrapped, event), "_is_default") for event in events)
 
     def on_fit_begin(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         if not self.rank_0_only or run.rank == 0:
             self._begin(run)
 
@@ -87,10 +85,6 @@ class KerasCallback(Callback):
     def on_fit_end(self, run: Run) -> None:
         if not self._ended:  # the end of a fit is repeated when a worker is lost in it
             self._ended = self.call(run, "on_train_end")
-
-    def on_test_batch(self, event: str, number: int) -> None:
-        assert self._run is not None
-        self.call(self._run, event, number)
 
     def call(self, run: Run, event: str, *args: Any) -> bool:
         """Call the callback's method for an event, unless it runs on rank 0 only; return whether it was called."""
@@ -141,13 +135,9 @@ class KerasCallback(Callback):
         self.kept.to_json(found, "")
         return found
 
-    def take_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Take the arrays for the next `load_state_dict`."""
-        self._loaded = dict(arrays)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = CallbackSnapshot.from_json(state, self._loaded)
-        self._loaded = {}
+        self.kept = CallbackSnapshot.from_json(state, self.loaded_arrays)
+        self.loaded_arrays = {}
 
 
 class SharedLogs:
@@ -176,10 +166,10 @@ class KerasCallbacks:
     def test_batch(self, number: int) -> Iterator[None]:
         """Call the callbacks before and after a batch of a validation."""
         for one in self._of_test_batches:
-            one.on_test_batch("on_test_batch_begin", number)
+            one.call(one.run, "on_test_batch_begin", number)
         yield
         for one in self._of_test_batches:
-            one.on_test_batch("on_test_batch_end", number)
+            one.call(one.run, "on_test_batch_end", number)
 
     def agree(self, rank: int, size: int) -> None:
         """Broadcast the attributes of those callbacks that run only on rank 0 from rank 0 to all other workers."""
@@ -212,9 +202,9 @@ class KerasCallbacks:
         return {f"{at}/{name}": array for at, one in self._adapted.items() for name, array in one.arrays().items()}
 
     def take_arrays(self, arrays: Mapping[str, Any]) -> None:
-        for at, one in self._adapted.items():
-            own = {name.removeprefix(f"{at}/"): array for name, array in arrays.items() if name.startswith(f"{at}/")}
-            one.take_arrays(own)
+        for name, array in arrays.items():
+            at, _, own = name.partition("/")
+            self._adapted[at].loaded_arrays[own] = array
 
 
 def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) -> list[Callback]:
@@ -226,12 +216,8 @@ def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) ->
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Raise InvalidSettingsError if a value is not a callback of this package or of Keras."""
-    for one in callbacks:
-        if not isinstance(one, (Callback, keras.callbacks.Callback)):
-            raise InvalidSettingsError(
-                "callbacks must be a list of spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback and "
-                f"spark_elastic.DriverCallback, not of {one!r}"
-            )
+    names = "spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback"
+    check_kinds(callbacks, (Callback, keras.callbacks.Callback), names)
 
 
 def _learning_rate(optimizer: Any) -> float | None:

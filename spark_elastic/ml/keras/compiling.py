@@ -56,11 +56,7 @@ def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
 def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Sequence[str]]) -> None:
     """Raise InvalidSettingsError if two inputs or outputs in a dict could be exchanged: nothing says which is which.
 
-    Args:
-        setting: The setting with the columns.
-        ends: "inputs" or "outputs".
-        structure: The model's symbolic inputs or outputs; only a dict is checked.
-        columns: The columns of each of them, in the order of the names.
+    `ends` is "inputs" or "outputs"; `structure` are the symbolic ones, `columns` those of each in the order of names.
     """
     if not isinstance(structure, Mapping):
         return
@@ -83,13 +79,7 @@ def check_order(setting: str, ends: str, names: Sequence[str | None] | None, col
     """Raise InvalidSettingsError if a column has the name of another input or output than the one it is given to.
 
     Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
-    else would notice that two are exchanged.
-
-    Args:
-        setting: The setting with the columns.
-        ends: "inputs" or "outputs".
-        names: Their names in order; None: not known.
-        columns: The columns of each of them.
+    else would notice that two are exchanged. `names` are in order, None if not known; `columns` are those of each.
     """
     for name, given in zip(names or (), columns, strict=False):
         if len(given) == 1 and given[0] != name and given[0] in (names or ()):
@@ -113,10 +103,7 @@ def output_names(model: Any) -> list[str] | None:
 
 
 def check_kept(model: Any, at: int, name: str, values: Any) -> None:
-    """Raise DataError if an array has integers that the type of the model's input number `at` cannot hold.
-
-    Keras would cast them silently. `name` is the name of the array for the error.
-    """
+    """Raise DataError if the array `name` has integers that input number `at` cannot hold: Keras would cast them."""
     if values.dtype.kind not in "iu" or not values.size:
         return
     inputs = getattr(model, "inputs", None) or []
@@ -139,17 +126,10 @@ def check_kept(model: Any, at: int, name: str, values: Any) -> None:
 def build_for(
     model: Any, inputs: Sequence[TensorField], seed: int, custom_objects: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return a built copy of an unbuilt model; the copy is called with rows of zeros, which builds it.
+    """Return a built copy of an unbuilt model, which is called with rows of zeros; its weights follow from the seed.
 
-    Args:
-        model: the model, which stays unbuilt.
-        inputs: the fields of the dataset that are the inputs.
-        seed: the seed of the weights; the same seed gives the same weights.
-        custom_objects: classes and functions by the names in the configuration.
-
-    Raises:
-        InvalidSettingsError: the model cannot be called with such rows, or their shape is not known.
-        NotPicklableError: the model cannot be copied.
+    Raises InvalidSettingsError if the model cannot be called with such rows, or their shape is not known, and
+    NotPicklableError if it cannot be copied.
     """
     check_config(model, NotPicklableError)
     for field in inputs:
@@ -196,11 +176,7 @@ class CompileArguments:
 
 
 def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
-    """Return the settings as arguments of `compile`; settings that are None are taken from the compiled model.
-
-    Raises:
-        InvalidSettingsError: there is no optimizer, or one that Keras does not know.
-    """
+    """Return the settings as arguments of `compile`; settings that are None are taken from the compiled model."""
     own = compiled_with(model)
     given = {name: value if value is not None else own.get(name) for name, value in settings.items()}
     if settings.get("loss") is not None and settings.get("loss_weights") is None:
@@ -237,11 +213,7 @@ def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any
 
 
 def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
-    """Create the optimizer's variables, and assign values to them; None: leave their initial values.
-
-    Raises:
-        InvalidSettingsError: the values belong to other weights.
-    """
+    """Create the optimizer's variables, and assign these values; raise InvalidSettingsError if they are of others."""
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     if values is None:
@@ -281,17 +253,12 @@ def _optimizer_of(given: Any) -> Any:
 
 
 class KerasLossKind(NamedTuple):
-    """The properties of a known loss.
-
-    Attributes:
-        logits: the rule for a prediction (setting `prediction`) from outputs without softmax or sigmoid.
-        probabilities: the rule for a prediction from outputs that are probabilities.
-        labels: "class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has).
-    """
+    """The rules for a prediction (setting `prediction`) of a known loss from logits and from probabilities."""
 
     logits: str
     probabilities: str
     labels: str
+    """"class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has)."""
 
 
 _CLASSES = ("argmax", "argmax_probability")
@@ -359,12 +326,8 @@ def name_of(loss: Any) -> str:
 def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str | None, Any]]:
     """Return (name of the output, its loss) for each output that has a loss, in the order of the outputs.
 
-    Args:
-        loss: the argument `loss` of `compile`; a single loss is used for every output.
-        names: the names of the outputs; None if they are not known.
-
-    Raises:
-        InvalidSettingsError: there are losses for outputs that the model does not have.
+    `loss` is the argument of `compile`; a single loss is used for every output. The `names` of the outputs may not be
+    known. Raises InvalidSettingsError if there are losses for outputs that the model does not have.
     """
     if isinstance(loss, Mapping) and "class_name" not in loss:
         order = list(names) if names is not None else sorted(loss)
@@ -378,9 +341,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
             raise InvalidSettingsError(f"{len(loss)} losses for the {len(names)} outputs of the model: {names}")
         named = names if names is not None else [None] * len(loss)
         return [(name, each) for name, each in zip(named, loss, strict=True) if each is not None]
-    if loss is None:
-        return []
-    return [(name, loss) for name in (names if names is not None else [None])]
+    return [] if loss is None else [(name, loss) for name in (names if names is not None else [None])]
 
 
 def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tuple[str | None, Any]]:

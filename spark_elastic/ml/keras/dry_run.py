@@ -26,7 +26,7 @@ from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_argume
 from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT, split_evenly
 from spark_elastic.ml.training import dry_run as common
-from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
+from spark_elastic.ml.training.dry_run import DryRunResult, user_code
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
@@ -49,7 +49,7 @@ def dry_run(
     common.check_order(training)
     training = common.round_trip_pickle(training)
     batch = first_rows(training, common.ROWS)
-    with UserCodeContext("the model, its loss and its metrics", batch.rows, batch.tensors):
+    with user_code("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepare(training)
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
@@ -70,27 +70,14 @@ def dry_run(
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
-    predictor = KerasPredictor(_trained_copy(training, ready.model))
+    with common.returned_model(f"model {ready.model.name}"):
+        ready.model.optimizer.finalize_variable_values(ready.model.trainable_variables)
+        predictor = KerasPredictor(fill(training.model.load(), weights_to_bytes(ready.model)))
     return common.try_transform(training, batch, predictor, inference_fn, rule(first[0]) if first else None)
 
 
-def _trained_copy(training: KerasTraining, trained: Any) -> Any:
-    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
-    try:
-        trained.optimizer.finalize_variable_values(trained.trainable_variables)
-        return fill(training.model.load(), weights_to_bytes(trained))
-    except Exception as error:
-        raise InvalidSettingsError(
-            f"the trained model {trained.name} could not be returned from the workers: its weights after a step cannot "
-            f"be loaded into the model that was given: {error}"
-        ) from error
-
-
 def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
-    """Raise InvalidSettingsError if the loss of a batch depends on how it is divided into parts.
-
-    Several draws of each side of a random loss are compared.
-    """
+    """Raise InvalidSettingsError if the loss of a batch (the mean of some draws) depends on its division into parts."""
     batch = first_rows(training, _ROWS_OF_MEANS)
     shares, graphs, rows = ready.shares, ready.graphs, batch.rows
     if rows < 2:
@@ -118,15 +105,12 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         edges = split_evenly(rows, count)
         return [BatchPart(tuple(tf.constant(each[a:b]) for each in arrays), b - a) for a, b in edges]
 
-    def totals(parts: Sequence[BatchPart]) -> list[float]:
-        return graphs.totals(parts, lambda own: own)
-
     def mean(parts: Sequence[BatchPart], totals: Sequence[float]) -> Any:
         """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
         return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
 
     (arrays,) = ready.feeder.arrays(batch, parts=1)
-    with UserCodeContext("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
+    with user_code("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
         mean(parts_of(1), [1.0] * shares.terms)
         if len(names) > shares.terms or _has_own_losses(ready):
             a_row = sum(each.nbytes for each in arrays) // rows + 4 * ready.model.count_params()
@@ -134,7 +118,7 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
             (arrays,), rows = ready.feeder.arrays(batch, parts=1), batch.rows
         # parts of one row differ most, and one whose label is ignored is seen
         whole, parts = parts_of(1), parts_of(rows)
-        of_whole, of_parts = totals(whole), totals(parts)
+        of_whole, of_parts = (graphs.totals(each, lambda own: own) for each in (whole, parts))
         _check_denominators(ready, rows, of_whole, of_parts, training.loss_is_per_worker)
         if training.loss_is_per_worker:
             return
@@ -225,7 +209,7 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
     optimizer, metrics = ready.model.optimizer, ready.metrics
-    with UserCodeContext("the model and its loss", batch.rows, dict(zip(ready.feeder.names, tensors, strict=True))):
+    with user_code("the model and its loss", batch.rows, dict(zip(ready.feeder.names, tensors, strict=True))):
         metrics.reset()
         with GradientRecord(optimizer, tf.constant(1.0, tf.float64)) as record:
             logs = ready.model.train_step(ready.feeder.structure(tensors))

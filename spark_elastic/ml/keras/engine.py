@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-import torch
 
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
@@ -26,12 +26,7 @@ from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
-from spark_elastic.ml.keras.metrics import (
-    KerasMetricAccumulator,
-    complete_losses,
-    count_by_row,
-    count_losses_by_row,
-)
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, complete_losses, count_by_row, count_losses_by_row
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
@@ -53,16 +48,9 @@ MODEL_FILE = "model.weights.npz"
 
 
 class PreparedModel(NamedTuple):
-    """A compiled model that is ready for its first step, with the objects that run a step.
+    """A compiled model, with all variables, that is ready for its first step, and the objects that run a step.
 
-    Attributes:
-        model: the compiled model, with all of its variables already created.
-        compiled: the arguments of `compile` that the user gave.
-        feeder: the converter of the dataset's batches to tensors.
-        metrics: the accumulator of losses and metrics.
-        graphs: the TensorFlow graphs of a step.
-        shares: the losses, and the part of a batch that they are computed for.
-        averaged: the names of the metric functions that return one number for all rows instead of one for each row.
+    `compiled` are the arguments that the user gave; `averaged` are the metric functions that return one number.
     """
 
     model: Any
@@ -83,11 +71,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     averaged: list[str] = []
     by_row = count_by_row(complete_losses(compiled, model), shares, averaged)
     model.compile(
-        optimizer=by_row.optimizer,
-        loss=by_row.loss,
-        loss_weights=by_row.loss_weights,
-        metrics=by_row.metrics,
-        weighted_metrics=by_row.weighted_metrics,
+        **{field.name: getattr(by_row, field.name) for field in fields(by_row)},
         jit_compile=False,  # the reduction calls Python, which XLA cannot
         auto_scale_loss=False,  # `compile_arguments` has done so
     )
@@ -155,7 +139,7 @@ class KerasEngine(Engine):
             self._stepping = True
             halves = [key & 0x3FFFFFFF, key >> 34]
             uncounted = self._uncounted(batch)
-            numbers = self._graphs.step(batch.parts, batch.global_rows, totals, halves, stop, uncounted).numpy()
+            numbers = self._graphs.step(batch, totals, halves, stop, uncounted).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
@@ -197,13 +181,9 @@ class KerasEngine(Engine):
         buffers = self._graphs.buffers
         if self._size < 2 or not buffers:
             return
-        if self._rank == 0:
-            broadcast_tensors([values.to_wire(each) for each in buffers], 0)
-            return
-        sizes = [values.bytes_of(values.describe(each)) for each in buffers]
-        wires = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        wires = [values.to_wire(each) for each in buffers]
         broadcast_tensors(wires, 0)
-        for variable, wire in zip(buffers, wires, strict=True):
+        for variable, wire in zip(buffers, wires, strict=True) if self._rank else ():
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:
@@ -293,7 +273,7 @@ def assemble(training: KerasTraining) -> Trainer:
     check_one_best(callbacks)
     best = training.model.load() if any(callback.restores_best for callback in callbacks) else None
     engine = KerasEngine(training, ready, best, KerasCallbacks(callbacks, ready.model))
-    checkpoints = CheckpointSchedule(training, engine, callbacks, ready.metrics.names)
+    checkpoints = CheckpointSchedule(training, engine, callbacks)
 
     def handler_of(value: Any) -> StateHandler | None:
         return handler_for(value, lambda: {"model": engine.model})

@@ -92,8 +92,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     model: Param[keras.Model | None]
     optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
-        "a keras optimizer, its name, or its configuration. Default: that of the compiled model.",
-        to.anything,
+        "a keras optimizer, its name, or its configuration. Default: that of the compiled model.", to.anything
     )
     loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
@@ -101,8 +100,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         to.anything,
     )
     loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
-        "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.",
-        to.anything,
+        "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.", to.anything
     )
     metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
@@ -201,10 +199,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     @classmethod
     def _codec(cls) -> Codec:
-        check_backend(cls.__name__)
-        from spark_elastic.ml.keras import safe_objects
-
-        return safe_objects
+        return ElasticKerasModel._codec()
 
     def _check_together(self) -> None:
         if self._given("consistency") == "exact":
@@ -351,12 +346,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return dumps(value, self._given("custom_objects"))
 
     def _sealed(self, name: str, value: Any) -> KerasPickle:
-        """Return a pickle of a setting.
-
-        Raises:
-            NotPicklableError: The setting, which is named, cannot be pickled.
-            InvalidSettingsError: The workers would get another model than the given one.
-        """
+        """Return a pickle of a setting. Raise `InvalidSettingsError` if workers would get another model from it."""
         from spark_elastic.ml.keras.fidelity import differences, different_values
 
         try:

@@ -1,10 +1,8 @@
-"""Turn the batches of a reader into the tensors that a Keras model is called with, through a `tf.data.Dataset`."""
+"""Turn the batches of a reader into the tensors that a Keras model is called with."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.keras.elastic.batches import without_autotuning
 from spark_elastic.ml.keras.compiling import CompileArguments, check_kept, inputs_of, losses_by_output, output_names
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Columns, numbered, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
@@ -39,10 +36,7 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class KerasBatch:
-    """A worker's share of a global batch, with the numbers of the reader's `Batch`.
-
-    `parts` are those of gradient accumulation; [] if this worker has no rows of the batch.
-    """
+    """A worker's share of a global batch, with the numbers of the reader's `Batch`, in parts of accumulation."""
 
     parts: list[BatchPart]
     rows: int
@@ -54,13 +48,9 @@ class KerasBatch:
 class BatchFeeder:
     """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
 
-    Attributes:
-        names: the names of the tensors: inputs, labels, sample weight.
-        specs: a `tf.TensorSpec` for each, with a free number of rows.
-
-    Raises:
-        DataError: the columns, or those that `transformation_fn` returns, cannot be trained on.
-        InvalidSettingsError: the numbers of labels and losses differ.
+    `names` are those of inputs, labels and sample weight; `specs` has a `tf.TensorSpec` for each, for any number of
+    rows. Raises DataError for columns that cannot be trained on, and InvalidSettingsError if the numbers of labels and
+    losses differ.
     """
 
     def __init__(self, training: Training, model: Any, compiled: CompileArguments) -> None:
@@ -68,18 +58,13 @@ class BatchFeeder:
         self._model = model
         self._training = training
         columns = self._columns.of(first_rows(training, FIRST_ROWS))
-        inputs, labels = (len(numbered(prefix, columns)) for prefix in (INPUT, LABEL))
+        self._inputs, labels = (len(numbered(prefix, columns)) for prefix in (INPUT, LABEL))
         self._weighted = WEIGHT in columns
-        self._inputs = inputs
         self._outputs = self._outputs_of(labels, compiled)
-        self.names = [
-            *(f"{INPUT}{at}" for at in range(inputs)),
-            *(f"{LABEL}{at}" for at in range(labels)),
-            *([WEIGHT] if self._weighted else []),
-        ]
+        self.names = [f"{prefix}{at}" for prefix, n in ((INPUT, self._inputs), (LABEL, labels)) for at in range(n)]
+        self.names += [WEIGHT] if self._weighted else []
         self._dtypes = {name: self._dtype(name, columns[name]) for name in self.names}
         self.specs = [self._spec(name, columns[name]) for name in self.names]
-        self._source: Generator[tuple[Array, ...]] | None = None
 
     def _dtype(self, name: str, value: Any) -> np.dtype[Any]:
         if not isinstance(value, np.ndarray) or value.dtype == object:
@@ -143,62 +128,16 @@ class BatchFeeder:
         return (x, y, tensors[-1]) if self._weighted else (x, y)
 
     def batches(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
-        """Yield the batches as tensors, and close `batches` at the end.
-
-        Errors of reading and of the user's code are raised unchanged, and not as TensorFlow's errors.
-        """
-        facts: deque[tuple[Batch, list[int]]] = deque()
-        failure: list[BaseException] = []
-
-        def elements() -> Generator[tuple[Array, ...]]:
-            try:
-                for batch in batches:
-                    parts = self.arrays(batch)
-                    rows = [len(part[0]) for part in parts]
-                    # without the tensors, so that their memory can be reused
-                    facts.append((Batch({}, batch.rows, batch.global_rows, batch.start, batch.stop), rows))
-                    yield from parts
-            except BaseException as error:  # TensorFlow raises an error of its own in its place
-                failure.append(error)
-                raise
-
-        with closing(batches), closing(elements()) as source:
-            self._source = source
-            iterator = iter(self._dataset)
-            try:
-                while True:
-                    first = next(iterator, None)
-                    if first is None:
-                        return
-                    batch, rows = facts.popleft()
-                    tensors = [first, *(next(iterator) for _ in rows[1:])]
-                    made = [BatchPart(part, count) for part, count in zip(tensors, rows, strict=True) if count]
-                    yield KerasBatch(made, batch.rows, batch.global_rows, batch.start, batch.stop)
-            except tf.errors.OpError as error:
-                raise failure[0] if failure else error from None
-            finally:
-                source.close()
-                with contextlib.suppress(tf.errors.OpError):
-                    next(iterator, None)  # TensorFlow releases a generator only at its end
-
-    @functools.cached_property
-    def _dataset(self) -> Any:
-        """The `tf.data.Dataset` of all epochs; building one takes as long as many batches."""
-
-        def source() -> Generator[tuple[Array, ...]]:
-            assert self._source is not None
-            return self._source
-
-        # Arrays that are aligned to 64 bytes become tensors without a copy.
-        return without_autotuning(tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs)))
+        """Yield the batches as tensors, and close `batches` at the end."""
+        with closing(batches):
+            for batch in batches:
+                parts = [BatchPart(tuple(map(tf.constant, part)), len(part[0])) for part in self.arrays(batch)]
+                yield KerasBatch(parts, batch.rows, batch.global_rows, batch.start, batch.stop)
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
-        """Return a batch as tuples of arrays, divided into at most `parts` parts of about equal size.
-
-        The default is the number of parts of gradient accumulation. A batch without rows has one part of empty arrays.
-        """
+        """Return a batch as tuples of arrays in at most `parts` parts, or those of accumulation; [] without rows."""
         if not batch.rows:
-            return [tuple(_no_rows(spec) for spec in self.specs)]
+            return []
         columns = self._columns.of(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
         edges = split_evenly(batch.rows, parts or self._training.accumulation)
@@ -224,7 +163,3 @@ class BatchFeeder:
         if name.startswith(INPUT):
             check_kept(self._model, int(name[len(INPUT) :]), name, value)
         return np.ascontiguousarray(value, self._dtypes[name])
-
-
-def _no_rows(spec: Any) -> Array:
-    return np.empty([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype.as_numpy_dtype)

@@ -84,20 +84,11 @@ def _facts_of(model: Any) -> list[tuple[Any, ...]]:
     first: dict[int, int] = {}
     layers, variables = list(model._flatten_layers()), model.variables
     numbers = [first.setdefault(id(each), at) for at, each in enumerate((*layers, *variables))]
-    return [
-        *(
-            (
-                each.name,
-                number,
-                type(each).__name__,
-                each.dtype_policy.name,
-                f"trainable={each.trainable}",
-                *arguments_of(each),
-            )
-            for each, number in zip(layers, numbers, strict=False)
-        ),
-        *(
-            (each.path, number, list(each.shape), str(each.dtype), f"trainable={each.trainable}")
-            for each, number in zip(variables, numbers[len(layers) :], strict=True)
-        ),
+    of_layers: list[tuple[Any, ...]] = [
+        (one.name, at, type(one).__name__, one.dtype_policy.name, f"trainable={one.trainable}", *arguments_of(one))
+        for one, at in zip(layers, numbers, strict=False)
+    ]
+    return of_layers + [
+        (each.path, number, list(each.shape), str(each.dtype), f"trainable={each.trainable}")
+        for each, number in zip(variables, numbers[len(layers) :], strict=True)
     ]

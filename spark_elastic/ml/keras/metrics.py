@@ -70,9 +70,7 @@ def _each(function: Callable[[Any], Any], values: Any) -> Any:
     """Apply a function to each entry of lists and dicts; the configuration of a Keras object is one entry."""
     if isinstance(values, Mapping) and "class_name" not in values:
         return {name: _each(function, one) for name, one in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_each(function, one) for one in values]
-    return function(values)
+    return [_each(function, one) for one in values] if isinstance(values, (list, tuple)) else function(values)
 
 
 def _by_row(function: Any, averaged: list[str]) -> Any:
@@ -105,13 +103,9 @@ class KerasMetricAccumulator(MetricAccumulator):
     """The sums of a compiled model: of its metrics' variables, and of the values that a user's steps return.
 
     The vector: by how much each variable of the metrics exceeds its initial value; the values that a user's train_step
-    returns, times the rows; the rows. All metrics must have created their variables.
-
-    Attributes:
-        returned: the names of the values that a user's train_step ("") and test_step ("val_") return, once traced.
-
-    Raises:
-        InvalidSettingsError: a metric has variables that cannot be added up.
+    returns, times the rows; the rows. All metrics must have created their variables. `returned` has the names of what
+    a user's train_step ("") and test_step ("val_") return, once traced. Raises InvalidSettingsError if a metric has
+    variables that cannot be added up.
     """
 
     def __init__(self, model: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +12,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import check_backend, device_name, set_threads
+from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -37,7 +35,6 @@ class ElasticKerasModel(ElasticModel):
     """
 
     NATIVE = "keras_model"
-    _keras_model: Any = None
     _custom_objects: Mapping[str, Any] = {}
 
     def __init__(self, **settings: Any) -> None:
@@ -47,12 +44,7 @@ class ElasticKerasModel(ElasticModel):
     @property
     def keras_model(self) -> Any:
         """The trained Keras model, not compiled. Not a copy."""
-        if self._keras_model is None:
-            raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no keras_model; call fit or load "
-                "first"
-            )
-        return self._keras_model
+        return self._native_model()
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, custom_objects: Mapping[str, Any] | None = None) -> _T:
@@ -80,14 +72,11 @@ class ElasticKerasModel(ElasticModel):
         return safe_objects
 
     def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
-        self._keras_model, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
+        self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
     def _saved_predictor(self) -> KerasSavedPredictor:
-        return KerasSavedPredictor(
-            KerasPickle.of(self.keras_model, self._custom_objects),
-            self.getOrDefault("transform_device"),
-            self.getOrDefault("transform_threads"),
-        )
+        sealed = KerasPickle.of(self.keras_model, self._custom_objects)
+        return KerasSavedPredictor(sealed, self._given("transform_device"), self._given("transform_threads"))
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
@@ -102,7 +91,8 @@ class ElasticKerasModel(ElasticModel):
     def _objects(self) -> dict[str, Any]:
         from spark_elastic.ml.keras.serialization import custom_objects_of
 
-        names = _without_lambdas(self._custom_names())
+        # the code of Lambda layers is in the archive itself
+        names = [name for name in self._custom_names() if name != LAMBDA]
         return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
 
     def _running(self) -> list[str]:
@@ -112,7 +102,7 @@ class ElasticKerasModel(ElasticModel):
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _without_lambdas(_custom(facts))}
+        found = {name: keras.saving.get_registered_object(name) for name in _custom(facts) if name != LAMBDA}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -125,7 +115,7 @@ class ElasticKerasModel(ElasticModel):
         if safe and LAMBDA in _custom(facts):
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
-            self._keras_model = model_from_archive(files[_ARCHIVE], given, safe=safe)
+            self._native = model_from_archive(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
             needed = [name for name in _custom(facts) if name not in given]
@@ -147,17 +137,9 @@ def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
-def _without_lambdas(names: Sequence[str]) -> list[str]:
-    """Return the names of custom objects without "<lambda>": the code of Lambda layers is in the archive itself."""
-    return [name for name in names if name != LAMBDA]
-
-
 @dataclass(frozen=True)
 class KerasSavedPredictor:
-    """A model in the form that is sent to executors.
-
-    `threads` takes effect only if TensorFlow has not run in the process yet.
-    """
+    """A model in the form that is sent to executors. TensorFlow takes `threads` only before it runs in a process."""
 
     model: KerasPickle
     device: str
@@ -165,16 +147,11 @@ class KerasSavedPredictor:
 
     def load(self) -> Predictor:
         """Load the model on the device; raise InvalidSettingsError if there is no such device."""
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # or TensorFlow logs its build flags in every process
+        prefer_backend()
         import tensorflow as tf
 
         device = device_name(self.device)
-        with contextlib.suppress(RuntimeError):  # TensorFlow runs already, and keeps its devices
-            if device.startswith("/CPU"):
-                tf.config.set_visible_devices([], "GPU")  # or TensorFlow allocates all of their memory
-            else:
-                for gpu in tf.config.list_physical_devices("GPU"):
-                    tf.config.experimental.set_memory_growth(gpu, True)
+        use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
         set_threads(self.threads)
         try:
             with tf.device(device):
@@ -189,11 +166,7 @@ class KerasSavedPredictor:
 
 
 class KerasPredictor:
-    """A function that calls a model with arrays by name and returns its outputs as arrays, or None.
-
-    The call is traced once for each combination of types and shapes of rows. Raises DataError if an input is not an
-    array, or an output neither a tensor nor None.
-    """
+    """Calls a model with arrays by name; returns arrays or None. Traced once for all rows of one type and shape."""
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
         self._model = model

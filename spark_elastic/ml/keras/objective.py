@@ -25,8 +25,7 @@ class Shares:
     """The part that some rows are of their global batch; numbers, or tensors while a graph is traced.
 
     Attributes:
-        count: the number of these rows.
-        rows: their number, divided by the rows of the batch.
+        rows: the number of these rows, `count`, divided by the rows of the batch.
         totals: the denominator of each loss in the whole batch; [] if these rows are the whole batch.
         terms: the number of losses.
         counted: the numbers of the losses whose denominators have to be counted, once a step is traced.

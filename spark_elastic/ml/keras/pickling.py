@@ -30,13 +30,7 @@ class KerasPickle:
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
-        """Pickle a value; raise what pickle and Keras raise for a value that cannot be pickled.
-
-        Args:
-            value: Keras objects and plain values.
-            custom_objects: classes and functions by the names that Keras knows them by. Those that are used within the
-                value are found even if they are not listed here.
-        """
+        """Pickle Keras objects and plain values, with the user's classes in them; raise what pickle and Keras raise."""
         return cls(dumps(value, custom_objects))
 
     def load(self) -> Any:
@@ -103,10 +97,9 @@ def load_model(
     flags: Any = None,
     adapters: Any = (),
 ) -> Any:
-    """Load a pickled model from its archive.
+    """Load a pickled model from its archive, compiled with `arguments` and the optimizer's values, if there are any.
 
-    It is compiled with `arguments`, if there are any, and the values become those of the optimizer's variables. `flags`
-    are the fields of `serialization.Flags`, `adapters` what `fidelity.adapters_of` has returned.
+    `flags` are the fields of `serialization.Flags`, `adapters` what `fidelity.adapters_of` has returned.
     """
     from spark_elastic.ml.keras.compiling import compile_again
     from spark_elastic.ml.keras.fidelity import restore_adapters
@@ -123,10 +116,7 @@ def load_model(
 
 
 def load_object(config: Any, custom_objects: Mapping[str, Any], patterns: Sequence[str] = ()) -> Any:
-    """Load a pickled layer, optimizer or metric from its configuration.
-
-    `patterns` are of the names of variables that an optimizer, and those within it, do not decay.
-    """
+    """Load a pickled layer, optimizer or metric from its configuration; `patterns` are of `fidelity.undecayed`."""
     import keras
 
     made = inner = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)

@@ -23,12 +23,7 @@ from spark_elastic.ml import trust
 from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
 from spark_elastic.ml.keras.fidelity import adapters_of, undecayed
-from spark_elastic.ml.keras.serialization import (
-    config_of,
-    custom_names,
-    model_from_archive,
-    model_to_archive,
-)
+from spark_elastic.ml.keras.serialization import config_of, custom_names, model_from_archive, model_to_archive
 
 SUFFIX = "zip"
 _TREE = "objects.json"
@@ -61,12 +56,7 @@ def dumps(value: Any) -> bytes | None:
 
 
 def loads(file: bytes) -> Any:
-    """Load what `dumps` has written.
-
-    Raises:
-        CheckpointError: the file is damaged, names something that is not accepted, or is read by a version of Keras
-            whose safe mode is not safe.
-    """
+    """Load what `dumps` has written. Raise CheckpointError if it is damaged, names other things, or Keras is unsafe."""
     trust.KERAS.check(keras.__version__)
     try:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
@@ -95,9 +85,8 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
         return {"dict": [[_written(key, files), _written(each, files)] for key, each in value.items()]}
     if isinstance(value, keras.Model):
         file = model_to_archive(value)
-        if adapters_of(value):
+        if adapters_of(value) or custom_names(value, archive_config(file)):
             raise _NeedsTrustError
-        _only_of_keras(value, archive_config(file))
         files[name := f"{len(files)}.keras"] = file
         arguments = compiled_with(value)
         return {
@@ -114,15 +103,9 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
     if home.partition(".")[0] != "keras":
         raise _NeedsTrustError
     config = config_of(value)
-    if undecayed(value, _NeedsTrustError):
+    if undecayed(value, _NeedsTrustError) or custom_names(value, config):
         raise _NeedsTrustError
-    _only_of_keras(value, config)
     return {"keras": config}
-
-
-def _only_of_keras(value: Any, config: Any) -> None:
-    if custom_names(value, config):
-        raise _NeedsTrustError
 
 
 def _read(node: Any, archive: zipfile.ZipFile) -> Any:

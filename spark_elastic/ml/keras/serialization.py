@@ -1,8 +1,4 @@
-"""Keras objects as bytes, arrays and plain values, and back.
-
-Five parts: the `.keras` archive of a model; what it leaves out; the weights of a model as arrays; the user's classes
-and functions that a configuration names; configurations that two processes can compare.
-"""
+"""Keras objects as bytes, arrays and plain values, and back."""
 
 from __future__ import annotations
 
@@ -44,11 +40,7 @@ def model_to_archive(model: Any) -> bytes:
 def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
     """Load a model, not compiled; raise Keras's own errors, and CheckpointError if the archive refers to other files.
 
-    Args:
-        file: the bytes of the archive.
-        custom_objects: classes and functions by the names in the configuration.
-        safe: refuse Lambda layers, which are code in the archive. Raises CheckpointError if the safe mode of this
-            version of Keras is not safe.
+    `safe` refuses Lambda layers, which are code in the archive, and versions of Keras whose safe mode is not safe.
     """
     if safe:
         trust.KERAS.check(keras.__version__)
@@ -65,10 +57,7 @@ def architecture(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_uncompiled(model: Any) -> Iterator[None]:
-    """Keep losses and metrics, which may have no configuration, out of the archive.
-
-    One thread at a time, because the fits of a CrossValidator share one model.
-    """
+    """Keep losses and metrics out of the archive. One thread at a time: the fits of a CrossValidator share a model."""
     with _saving, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras warns of lambdas, which the caller handles
         compiled = [each for each in model._flatten_layers() if vars(each).get("compiled")]
@@ -85,16 +74,12 @@ def _as_uncompiled(model: Any) -> Iterator[None]:
 
 
 class Flags(NamedTuple):
-    """What an archive leaves out of a built model: of its layers and variables, in their order.
-
-    Attributes:
-        policies: the configuration of each layer's dtype policy; a model has its own, and so have layers within layers.
-        layers: whether each layer is trainable.
-        variables: whether each variable is trainable.
-    """
+    """What an archive leaves out of a built model: of its layers and variables, in their order."""
 
     policies: list[Any]
+    """The configuration of each layer's dtype policy; a model has its own, and so have layers within layers."""
     layers: list[bool]
+    """Whether each layer is trainable; the same for the variables."""
     variables: list[bool]
 
     @classmethod
@@ -181,27 +166,20 @@ def named_values(variables: Sequence[Any], prefix: str = "") -> dict[str, Array]
 
 
 def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = "") -> None:
-    """Assign the values that `named_values` returned to variables, in the same order.
-
-    Raises:
-        ValueError: the values are of other variables, and no variable was changed.
-    """
+    """Assign what `named_values` returned to variables in the same order; raise ValueError if they are others."""
     found = [(name[len(prefix) :].partition(":")[2], each) for name, each in values.items() if name.startswith(prefix)]
     if len(found) != len(variables):
         raise ValueError(f"there are {len(found)} arrays for {len(variables)} variables")
     for (path, value), variable in zip(found, variables, strict=True):
-        if tuple(value.shape) != tuple(variable.shape) or not _same_variable(path, variable.path):
+        # the model's own name may differ
+        same = same_path(path.rpartition("/")[2], variable.path.rpartition("/")[2])
+        if tuple(value.shape) != tuple(variable.shape) or not same:
             raise ValueError(
                 f"the saved values have {path} of shape {list(value.shape)} where {variable.path} of shape "
                 f"{list(variable.shape)} is expected"
             )
     for (_, value), variable in zip(found, variables, strict=True):
         variable.assign(value)
-
-
-def _same_variable(one: str, other: str) -> bool:
-    """Return whether two paths can name the same variable of a model whose own name may differ."""
-    return same_path(one.rpartition("/")[2], other.rpartition("/")[2])
 
 
 # --- the user's classes and functions that a configuration names ----------------------------------------
@@ -213,10 +191,8 @@ _KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction", "self")
 def custom_names(value: Any, config: Any) -> list[str]:
     """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
 
-    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras.
-
-    Raises:
-        NotPicklableError: a function has the name of one of Keras's, which Keras would load instead.
+    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras. Raises
+    NotPicklableError if a function has the name of one of Keras's, which Keras would load instead.
     """
     for name, each in _custom_parts(value):
         if isinstance(each, FunctionType) and is_builtin(name):
@@ -242,8 +218,7 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
 def config_of(value: Any) -> Any:
     """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
 
-    Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others, and would load them with
-    their defaults. An argument that has its default stays out.
+    Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others.
     """
     config = keras.saving.serialize_keras_object(value)
     if type(value).__module__.partition(".")[0] != "keras":
@@ -344,20 +319,19 @@ _PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "register
 
 
 def comparable_config(value: Any) -> Any:
-    """Replace Keras objects by their configurations, with layers numbered in the order of their appearance.
-
-    Another process may name the layer `dense` `dense_3`.
-    """
+    """Replace Keras objects by configurations with numbered layers, whose names differ between processes."""
     if isinstance(value, (list, tuple)):
         return [comparable_config(each) for each in value]
     if isinstance(value, Mapping):
         return {str(name): comparable_config(each) for name, each in value.items()}
     if isinstance(value, (str, type, FunctionType)) or not hasattr(value, "get_config"):
         return value
-    own = {} if type(value).__module__.partition(".")[0] == "keras" else _own_attributes(value)
-    is_model = isinstance(value, keras.Model)
-    config = architecture(value) if is_model else config_of(value)
-    return _numbered(config, {}) | own
+    own: dict[str, Any] = {}
+    if isinstance(value, keras.losses.Loss) and type(value).__module__.partition(".")[0] != "keras":
+        # the configuration of a user's loss may leave out its plain attributes
+        plain = (bool, int, float, str, type(None), FunctionType)
+        own = {name: each for name, each in vars(value).items() if name[0] != "_" and isinstance(each, plain)}
+    return _numbered(architecture(value) if isinstance(value, keras.Model) else config_of(value), {}) | own
 
 
 def _numbered(node: Any, names: dict[str, str]) -> Any:
@@ -368,11 +342,3 @@ def _numbered(node: Any, names: dict[str, str]) -> Any:
     if isinstance(node, (list, tuple)):
         return [_numbered(each, names) for each in node]
     return names.get(node, node) if isinstance(node, str) else node
-
-
-def _own_attributes(value: Any) -> dict[str, Any]:
-    """Return the plain attributes of a user's loss, because its configuration may leave them out."""
-    if not isinstance(value, keras.losses.Loss):
-        return {}
-    plain = (bool, int, float, str, type(None), FunctionType)
-    return {name: each for name, each in vars(value).items() if name[0] != "_" and isinstance(each, plain)}

@@ -17,7 +17,7 @@ import torch
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
+from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
@@ -30,15 +30,8 @@ class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
     A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
-    together once the gradients are recorded.
-
-    Attributes:
-        grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`; None if the loss does not depend on it, as
-            the optimizer expects it.
-        variables: the variables that the gradients belong to.
-
-    Raises:
-        InvalidSettingsError: `apply` was not called exactly once, or without gradients of any variable.
+    together once the gradients are recorded. `grads` has a `tf.Tensor`, `tf.IndexedSlices` or None for each of
+    `variables`. Raises InvalidSettingsError if `apply` was not called exactly once, or without any gradient.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -103,13 +96,8 @@ OF_STEP = tf.TensorSpec([3], tf.int64)
 class StepGraphs:
     """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
-    Attributes:
-        buffers: the variables that a forward pass and the losses change: running means and the like.
-        reset: empties the metrics.
-        read: returns the sums of the metrics since `reset`, as `KerasMetricAccumulator.read`.
-
-    Raises:
-        InvalidSettingsError: the model's train_step cannot be used.
+    `buffers` are the variables that a forward pass and the losses change: running means and the like. Raises
+    InvalidSettingsError if the model's train_step cannot be used.
     """
 
     def __init__(
@@ -200,9 +188,6 @@ class StepGraphs:
         grads, returned = self._part(tensors, of_part)
         return self._finished(grads, returned, of_part[0], of_step)
 
-    def _of_no_rows(self) -> tuple[list[Any], Any]:
-        return [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
-
     def _uncounted_pass(self, tensors: Any, of_part: Any) -> None:
         """Run a pass over rows that do not count, for the state and the collectives of the model's layers."""
         before = self._metrics.snapshot()
@@ -216,10 +201,7 @@ class StepGraphs:
         return self._metrics.of_returned("val_", logs, of_part[0])
 
     def _denominators(self, tensors: Any) -> Any:
-        """Return the denominators of the counted losses of some rows: float64, shape [losses], 0 for the others.
-
-        TensorFlow leaves out all of the forward pass that no mask depends on.
-        """
+        """Return the denominators of counted losses of some rows: float64, shape [losses], 0 for the other losses."""
         x, y, weights = (*self._feeder.structure(tensors), None)[:3]
         with keras.StatelessScope():  # neither metrics nor a loss with a state count this call
             self._model._compile_loss(y, self._model(x, training=False), weights)
@@ -230,32 +212,20 @@ class StepGraphs:
     # --- calls ------------------------------------------------------------------------------------
 
     def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
-        """Return the denominator of each loss in the whole batch, for `part_arguments`.
-
-        Args:
-            parts: the parts of this worker's rows.
-            reduce: adds up a vector of denominators, float64 [losses], over all workers.
-        """
+        """Return each loss's denominator in the whole batch; `reduce` adds up float64 [losses] over all workers."""
         if not self._shares.counted:
             return [1.0] * self._shares.terms
         own = sum((self._count(part.tensors).numpy() for part in parts), np.zeros(self._shares.terms))
         return list(reduce(torch.from_numpy(own)).tolist())
 
     def step(
-        self,
-        parts: Sequence[BatchPart],
-        global_rows: int,
-        totals: Sequence[float],
-        key: Sequence[int],
-        stop: bool,
-        uncounted: Sequence[BatchPart] = (),
+        self, batch: KerasBatch, totals: Sequence[float], key: Sequence[int], stop: bool, uncounted: Sequence[BatchPart]
     ) -> Any:
-        """Reduce the gradients of all parts and apply them. If it raises, `undo_step` undoes it.
+        """Reduce the gradients of all parts of a batch and apply them. If it raises, `undo_step` undoes it.
 
         Args:
-            parts: the parts of this worker's rows.
-            global_rows: the number of rows of the global batch.
-            totals: the denominators of the losses in it.
+            batch: this worker's share of the batch.
+            totals: the denominators of the losses in the whole batch.
             key: the seed of the step, two numbers.
             stop: this worker asks to stop.
             uncounted: passes made only so that layers run equally often on all workers; they change neither gradients
@@ -263,10 +233,8 @@ class StepGraphs:
 
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
-
-        Raises:
-            HorovodInternalError: a collective failed; it is wrapped in an error of TensorFlow.
         """
+        parts, global_rows = batch.parts, batch.global_rows
         of_step = tf.constant([*key, int(stop)], tf.int64)
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)
@@ -278,7 +246,9 @@ class StepGraphs:
         with without_rows():
             for part in uncounted:
                 self._uncounted(part.tensors, tf.constant([0.0, 0.0, *totals], tf.float64))
-        grads, returned = self._of_no_rows() if summed is None else summed
+        if summed is None:  # no rows
+            summed = [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
+        grads, returned = summed
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 
@@ -309,12 +279,7 @@ def seeds_of(model: Any) -> list[Any]:
 
 
 def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
-    """Return a function that makes zeros in place of a gradient; a sparse gradient is given no entries.
-
-    Args:
-        grad: the gradient, whose own shape is not fully known in some graphs; None stays None.
-        shape: the shape of its variable.
-    """
+    """Return a function that makes zeros in place of a gradient of a variable of this shape; a sparse one is empty."""
     if grad is None:
         return lambda: None
     if not isinstance(grad, tf.IndexedSlices):
@@ -337,11 +302,8 @@ def _times(grad: Any, factor: Any) -> Any:
 
 
 def _bounded(grad: Any, most: Any) -> Any:
-    def bounded(values: Any) -> Any:
-        limit = tf.cast(most, values.dtype)
-        return tf.clip_by_value(values, -limit, limit)
-
-    return _map_values(bounded, grad)
+    limits = (-most, most)
+    return _map_values(lambda each: tf.clip_by_value(each, *(tf.cast(limit, each.dtype) for limit in limits)), grad)
 
 
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -360,10 +322,7 @@ def _values(grad: Any) -> Any:
 
 
 def _unique_indices(grad: Any) -> Any:
-    """Add up the entries of a sparse gradient that have the same index.
-
-    Rows and workers share indices; clipping and some optimizers would treat each entry as a gradient by itself.
-    """
+    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients."""
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     places, which = tf.unique(grad.indices)

@@ -6,6 +6,7 @@ without TensorFlow, and its functions are called before anything else of TensorF
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -38,10 +39,8 @@ class KerasTraining(Training):
         model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
         optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
+        callbacks: a list of this package's callbacks and of `keras.callbacks.Callback`.
         config: global settings of Keras by name, such as "floatx", as they are where the model was made.
-        callbacks: a list of our callbacks and of `keras.callbacks.Callback`, which run in every worker in this order;
-            those of Keras that write files run on rank 0 only, see `ml.keras.callbacks`.
-        device: "cpu", "gpu" (the GPU of the local rank), "gpu:1", ... None: a GPU where there is one.
     """
 
     model: KerasPickle
@@ -55,12 +54,8 @@ def train(training: KerasTraining) -> TrainingResult:
     """Train a Keras model; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
     Outside of a job this process trains alone. When it returns, the trained weights are in `training.store`, in the
-    file `engine.MODEL_FILE`.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-        CheckpointError: `resume_from` cannot be used.
+    file `engine.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with
+    the data, and `CheckpointError` if `resume_from` cannot be used.
     """
     prefer_backend()
     check_backend("ElasticKerasEstimator")
@@ -76,10 +71,7 @@ def train(training: KerasTraining) -> TrainingResult:
 
 
 def check_backend(user: str) -> None:
-    """Check that Keras 3 is installed and runs on TensorFlow, for the class `user`.
-
-    Raises MissingExtraError if a package is missing, InvalidSettingsError for another version or backend.
-    """
+    """Raise MissingExtraError or InvalidSettingsError, for the class `user`, unless Keras 3 runs on TensorFlow."""
     try:
         import keras
         import tensorflow  # noqa: F401  (on another backend Keras does not import it)
@@ -125,16 +117,12 @@ def prefer_backend() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of TensorFlow's threads; log the difference if TensorFlow already runs with another number."""
+    """Set the number of TensorFlow's threads, unless TensorFlow runs already."""
     import tensorflow as tf
 
-    try:
+    with contextlib.suppress(RuntimeError):
         tf.config.threading.set_intra_op_parallelism_threads(count)
         tf.config.threading.set_inter_op_parallelism_threads(count)
-    except RuntimeError:
-        has = tf.config.threading.get_intra_op_parallelism_threads()
-        if has != count:
-            log.info("TensorFlow runs with %s threads in this process, and cannot change to %s", has or "all", count)
 
 
 def _choose_device(asked: str | None, local_rank: int) -> None:
@@ -160,10 +148,17 @@ def _choose_device(asked: str | None, local_rank: int) -> None:
                 "train with device='auto' or 'cpu'"
             )
         chosen = [gpus[number]]
+    use_gpus(chosen)
+
+
+def use_gpus(gpus: Sequence[Any]) -> None:
+    """Hide other GPUs from TensorFlow, which allocates all of their memory, and share these with other processes."""
+    import tensorflow as tf
+
     try:
-        tf.config.set_visible_devices(chosen, "GPU")
-        for gpu in chosen:
-            tf.config.experimental.set_memory_growth(gpu, True)  # other processes may share the GPU
+        tf.config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         log.info("TensorFlow runs already, and keeps the devices that it has: %s", error)
 

@@ -31,13 +31,20 @@ from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import detached, trained_copy, weights_to_bytes
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training import dry_run as common
-from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
+from spark_elastic.ml.training.dry_run import DryRunResult, user_code
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.reporting.history import FACTS
 from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
 
+_OF_TABLES = {
+    "max_norm": "changes the weights of those rows of the table that a worker's share of a batch uses. Set no "
+    "max_norm, and bound the rows of the table in a hook of the optimizer: register_step_post_hook",
+    "scale_grad_by_freq": "divides gradients by how often a worker's share of a batch uses a row of the table. Leave "
+    "it out",
+}
+"""Options of embeddings, and what they do."""
 _GLOBAL_HOOKS = re.compile(r"_global_(optimizer_|forward_|backward_)(pre_|post_)?hooks$")
 
 
@@ -66,7 +73,9 @@ def dry_run(
         batch = first_rows(copied, common.ROWS)
         result, found = _step(copied, batch)
         first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
-        predictor = TorchPredictor(_trained_copy(training, copied.model).eval(), "cpu")
+        with common.returned_model(type(copied.model).__name__):
+            returned = trained_copy(training.model, weights_to_bytes(copied.model)).eval()
+        predictor = TorchPredictor(returned, "cpu")
         tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
         return replace(tried, settings=found)
     finally:
@@ -82,16 +91,13 @@ def lazy_names(model: torch.nn.Module) -> list[str]:
 def initialise(training: TorchTraining) -> None:
     """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes.
 
-    The parameters remain the same objects, so an optimizer that has them stays valid.
-
-    Raises:
-        DataError: The model cannot be called with the rows.
-        InvalidSettingsError: The call does not reach all lazy modules.
+    The parameters remain the same objects, so an optimizer that has them stays valid. Raises DataError if the model
+    cannot be called with the rows, and InvalidSettingsError if the call does not reach all lazy modules.
     """
     model, objective = training.model, objective_of(training)
     part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]
     modes = {module: module.training for module in model.modules()}
-    with UserCodeContext(_subject(training), part.rows, part.tensors), torch.no_grad():
+    with user_code(_subject(training), part.rows, part.tensors), torch.no_grad():
         # a model that decides how it is trained may have no call for other rows
         objective.set_mode(model, isinstance(training.train_fn, ModelStep))
         objective.begin(model, StepPlace())
@@ -116,7 +122,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     part = parts[0]
     versions = {name: param._version for name, param in model.named_parameters() if param.requires_grad}
     with (
-        UserCodeContext(_subject(training), part.rows, part.tensors),
+        user_code(_subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
         broadcast_is_an_error(),
     ):
@@ -129,7 +135,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     logged = _logged(result, validation)
     metrics = TorchMetricAccumulator(objective, training.metrics, logged)
     seen = {**part.tensors, **{f"output {number}": value for number, value in enumerate(result.outputs)}}
-    with UserCodeContext("the metrics", part.rows, seen), broadcast_is_an_error():
+    with user_code("the metrics", part.rows, seen), broadcast_is_an_error():
         sums = torch.zeros(metrics.width, dtype=torch.float64)
         piece = metrics.measure(result, part.rows, sums)
     check_metrics(training, objective, result, part.rows)
@@ -141,7 +147,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
             "the loss does not depend on any parameter that is trained: all of them are frozen (requires_grad=False), "
             "or the model or train_fn detaches its result"
         )
-    with UserCodeContext("the backward pass", part.rows, seen), _gradients_at_once(model):
+    with user_code("the backward pass", part.rows, seen), _gradients_at_once(model):
         share.backward()  # type: ignore[no-untyped-call]
     if training.virtual_workers is not None:
         for name, param in model.named_parameters():
@@ -164,7 +170,10 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics warns of a class that is missing in so few rows
             logs = metrics.logs(sums.numpy(), [piece])
-            val_logs = None if validation is None else _validation_logs(metrics, validation, part.rows)
+            val_logs = None
+            if validation is not None:
+                val_sums = torch.zeros(metrics.width, dtype=torch.float64)
+                val_logs = metrics.logs(val_sums.numpy(), [metrics.measure(validation, part.rows, val_sums)], "val_")
     except Exception as error:  # a metric may need more than the first rows
         log.info("the names of the history's columns are not known yet: %s", error)
     else:
@@ -179,16 +188,8 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
 def _check_tables(training: TorchTraining) -> None:
     """Raise InvalidSettingsError for embeddings whose weights or gradients depend on all rows of a batch together."""
     for name, module in training.model.named_modules():
-        options = ("max_norm", "scale_grad_by_freq") if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ()
-        for option in options:
+        for option, does in _OF_TABLES.items() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ():
             if getattr(module, option) and not training.loss_is_per_worker:
-                does = {
-                    "max_norm": "changes the weights of those rows of the table that a worker's share of a batch uses. "
-                    "Set no max_norm, and bound the rows of the table in a hook of the optimizer: "
-                    "register_step_post_hook",
-                    "scale_grad_by_freq": "divides gradients by how often a worker's share of a batch uses a row of "
-                    "the table. Leave it out",
-                }[option]
                 raise InvalidSettingsError(
                     f"{name or 'the model'} is an {type(module).__name__} with {option}={getattr(module, option)}, "
                     f"which {does}; or set loss_is_per_worker=True to take it as it is: the result then depends on the "
@@ -278,17 +279,6 @@ def _gradients_at_once(model: torch.nn.Module) -> Iterator[None]:
             )
 
 
-def _trained_copy(training: TorchTraining, trained: torch.nn.Module) -> torch.nn.Module:
-    """Return what `fit` would return now; raise InvalidSettingsError if it could not return the trained model."""
-    try:
-        return trained_copy(training.model, weights_to_bytes(trained))
-    except Exception as error:
-        raise InvalidSettingsError(
-            f"the trained {type(trained).__name__} could not be returned from the workers: its state_dict() after a "
-            f"step cannot be loaded into the model that was given: {error}"
-        ) from error
-
-
 def _subject(training: TorchTraining) -> str:
     return training.train_fn.name if isinstance(training.train_fn, ModelStep) else "the model and its loss"
 
@@ -298,17 +288,11 @@ def _validation(training: TorchTraining, objective: Objective, part: TorchBatch)
     if not training.validates:
         return None
     objective.set_mode(training.model, False)
-    with UserCodeContext(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
+    with user_code(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
         objective.begin(training.model, StepPlace(step=1))
         result = _kept(objective.forward(training.model, part))
     objective.set_mode(training.model, True)
     return result
-
-
-def _validation_logs(metrics: TorchMetricAccumulator, result: ForwardResult, rows: int) -> dict[str, float]:
-    sums = torch.zeros(metrics.width, dtype=torch.float64)
-    piece = metrics.measure(result, rows, sums)
-    return metrics.logs(sums.numpy(), [piece], "val_")
 
 
 def _kept(result: ForwardResult) -> ForwardResult:

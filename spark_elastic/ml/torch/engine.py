@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -71,14 +71,8 @@ class TorchEngine(Engine):
         self._own_loss: float | None = None
         """The loss of this worker's rows in the last step, if it was NaN or infinite."""
 
-    def _reducing(
-        self,
-        training: TorchTraining,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-    ) -> Any:
-        """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters."""
+    def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
+        """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,
@@ -94,9 +88,6 @@ class TorchEngine(Engine):
     def use_threads(self, count: int) -> None:
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
-
-    def feed(self, batches: Generator[Batch]) -> Generator[Batch]:
-        return batches
 
     def begin_steps(self) -> None:
         self._objective.set_mode(self.model, True)
@@ -115,11 +106,7 @@ class TorchEngine(Engine):
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
     def _check_frozen(self) -> None:
-        """Raise InvalidSettingsError if a parameter was frozen or unfrozen during the training.
-
-        The parameters to reduce were agreed on at the start. A parameter that is unfrozen on some workers would get a
-        gradient that differs between them.
-        """
+        """Raise InvalidSettingsError if a parameter was frozen or unfrozen: those to reduce were agreed on before."""
         for name, param, before in self._named:
             if param.requires_grad != before:
                 raise InvalidSettingsError(
@@ -132,9 +119,8 @@ class TorchEngine(Engine):
     def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Run forward and backward over the parts of a batch, and reduce the gradients.
 
-        Returns:
-            The sums of losses and metrics over all workers followed by the number of workers that ask to stop, float64,
-            and the metric states that were gathered.
+        Returns the sums of losses and metrics over all workers followed by the number of workers that ask to stop,
+        float64, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -306,27 +292,23 @@ def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: fl
 
 
 class GradientHooks:
-    """The user's hooks of a model's parameters, which are called with the reduced gradients.
-
-    Torch would call them in each worker, with the gradient of a share of the batch.
-    """
+    """The user's hooks of parameters, called with reduced gradients; torch would call them with those of a share."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._hooks = [(param, *hooks) for param in model.parameters() if any(hooks := hooks_of(param))]
         for param, *_ in self._hooks:
             _set_hooks(param, None, None)
 
-    def __bool__(self) -> bool:
-        return bool(self._hooks)
-
     @torch.no_grad()
     def call(self) -> None:
         """Call the hooks of all parameters that have a gradient, in the order of torch."""
         for param, of_gradient, of_param in self._hooks:
-            for hook in list(of_gradient.values()) if param.grad is not None else ():
+            if param.grad is None:
+                continue
+            for hook in list(of_gradient.values()):
                 changed = hook(param.grad)
                 param.grad = param.grad if changed is None else changed
-            for hook in list(of_param.values()) if param.grad is not None else ():
+            for hook in list(of_param.values()):
                 hook(param)
 
     def put_back(self) -> None:

@@ -15,7 +15,7 @@ from spark_elastic.errors import InvalidSettingsError, UsageError
 from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.estimator import ElasticEstimator, FitTimings
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
@@ -87,14 +87,11 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     )
     getTrainFn, setTrainFn = accessors(train_fn)
     lr_scheduler: Param[torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None] = setting(
-        "a scheduler on the optimizer, or a function of the optimizer that returns one.",
-        to.anything,
+        "a scheduler on the optimizer, or a function of the optimizer that returns one.", to.anything
     )
     getLrScheduler, setLrScheduler = accessors(lr_scheduler)
     scheduler_interval: Param[Literal["epoch", "step"]] = setting(
-        "step lr_scheduler after each 'epoch' or each 'step'.",
-        to.one_of("epoch", "step"),
-        default="epoch",
+        "step lr_scheduler after each 'epoch' or each 'step'.", to.one_of("epoch", "step"), default="epoch"
     )
     getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
     scheduler_monitor: Param[str | None] = setting(
@@ -202,7 +199,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             InvalidSettingsError: The module overrides something that would change the result and is not called here,
                 or a setting is the module's to decide.
         """
-        _check_absent(settings, "model", "train_fn")
+        _check_absent(settings)
         lightning.check_module(module)
         return cls(**{**settings, "model": module, "train_fn": lightning.LightningStep()})
 
@@ -219,7 +216,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         Raises:
             InvalidSettingsError: A setting does not go with a model that computes its own loss.
         """
-        _check_absent(settings, "model", "train_fn")
+        _check_absent(settings)
         return cls(**transformers.settings_of(model, settings))
 
     @same_keywords(__init__)
@@ -288,11 +285,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             )
 
     def _virtual_workers(self) -> int | None:
-        """Return the shards of each batch; None unless the training is to be exact.
-
-        Raises:
-            InvalidSettingsError: No setting says how many there are.
-        """
+        """Return the shards of each batch, None unless the training is to be exact; raise if no setting says it."""
         if self._given("consistency") != "exact":
             return None
         found = next(filter(None, map(self._given, ("virtual_workers", "max_num_proc", "num_proc"))), None)
@@ -327,12 +320,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                     "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
                     "optimizer that returns a scheduler"
                 )
-        for callback in self._worker_callbacks():
-            if not isinstance(callback, Callback):
-                raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and spark_elastic.DriverCallback, "
-                    f"not of {callback!r}"
-                )
+        check_kinds(self._worker_callbacks(), (Callback,), "spark_elastic.ml.callbacks.Callback")
         if self._given("device") not in (None, "auto"):
             try:
                 torch.device(self._given("device"))
@@ -343,7 +331,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         loss, labels = self._given("loss"), self._given("label_cols")
         if loss is None and self._given("train_fn") is None:
             raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
-        for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
+        for each in to.as_list(loss):
             if isinstance(each, type) or not callable(each):
                 hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
                 raise InvalidSettingsError(
@@ -418,8 +406,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         return model
 
 
-def _check_absent(settings: Mapping[str, Any], *names: str) -> None:
-    """Raise InvalidSettingsError if one of these settings is given, which follow from the first argument."""
-    for name in names:
+def _check_absent(settings: Mapping[str, Any]) -> None:
+    """Raise InvalidSettingsError if a setting is given that follows from the first argument of `from_...`."""
+    for name in ("model", "train_fn"):
         if settings.get(name) is not None:
             raise InvalidSettingsError(f"{name} follows from the model that is the first argument; leave it out")

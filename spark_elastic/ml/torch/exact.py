@@ -37,13 +37,7 @@ class ExactTorchEngine(TorchEngine):
             )
         super().__init__(training, keeps_best)
 
-    def _reducing(
-        self,
-        training: TorchTraining,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-    ) -> Any:
+    def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
         assert training.virtual_workers is not None
         self._workers = VirtualWorkers(
             training.virtual_workers,

@@ -96,12 +96,7 @@ def check_module(module: Any) -> None:
 
 
 class ModuleTrainer:
-    """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here.
-
-    Args:
-        epochs: the number of epochs.
-        steps_an_epoch: the number of steps of each; None: it depends on the number of workers.
-    """
+    """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here."""
 
     logger = None
     progress_bar_callback = None
@@ -266,19 +261,10 @@ class _Log:
         self._validation, self._rows, self._metrics = validation, rows, metrics
 
     def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        *ignored: Any,
-        batch_size: int | None = None,
-        **others: Any,
+        self, name: str, value: Any, *more: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **others: Any
     ) -> None:
         """Take a value; the arguments are those of Lightning, of which name, value and batch_size matter."""
+        reduce_fx = more[4] if len(more) > 4 else reduce_fx
         if not self._rows:
             log.warning("self.log(%r) has no effect outside of training_step and validation_step", name)
             return

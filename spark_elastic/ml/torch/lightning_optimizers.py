@@ -83,13 +83,7 @@ def _schedule(given: Any, steps_an_epoch: int | None) -> dict[str, Any]:
 
 
 class EveryNthStep:
-    """A scheduler that steps another one at every nth of its own steps, as `frequency` of Lightning does.
-
-    Args:
-        scheduler: the other scheduler.
-        every: n.
-        restart: the number of own steps after which the count begins anew; None: it does not.
-    """
+    """Steps another scheduler at every nth own step (Lightning's `frequency`); counts from 0 again after `restart`."""
 
     def __init__(self, scheduler: Any, every: int, restart: int | None) -> None:
         self.scheduler, self.every, self.restart, self.calls = scheduler, every, restart, 0

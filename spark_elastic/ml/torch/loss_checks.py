@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.preparation import LABEL, split_evenly
@@ -37,72 +36,17 @@ def broadcast_is_an_error() -> Iterator[None]:
 # --- all pairs ------------------------------------------------------------------------------------
 
 
-class _Broadcasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds an operation that broadcasts [rows, 1] and [rows] to [rows, rows]."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rows = rows
-        self.shapes: list[list[int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        if isinstance(out, torch.Tensor) and len({each.dim() for each in tensors}) > 1 and _is_broadcast(out, tensors):
-            grown = out.shape.count(self._rows) > max(each.shape.count(self._rows) for each in tensors)
-            # a tensor that is compared with itself is meant so
-            if grown and len({each.untyped_storage().data_ptr() for each in tensors}) > 1:
-                self.shapes = [list(each.shape) for each in tensors]
-        return out
-
-
-def _is_broadcast(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if the output has the shape that the inputs are broadcast to: it does not have that of a layer's."""
-    try:
-        return bool(out.shape == torch.broadcast_shapes(*(each.shape for each in tensors)))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-
-
-def _all_pairs(call: Callable[[tuple[Any, ...]], Any], labels: Sequence[Any], rows: int) -> list[list[int]]:
-    """Return the shapes that user code broadcasts because a label has an axis of 1 more or less; [] if it does not.
-
-    Code that compares rows with one another on purpose does so with labels of any shape.
-    """
-
-    def broadcast(labels: Sequence[Any]) -> list[list[int]] | None:
-        try:
-            with _Broadcasts(rows) as found:
-                call(tuple(labels))
-        except Exception as error:
-            log.info("it is not known which rows are compared: %s", error)
-            return None
-        shapes: list[list[int]] = found.shapes
-        return shapes
-
-    if rows < 2:
-        return []
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shapes = broadcast(labels)
-        if not shapes:
-            return []
-        others = [broadcast([_other_shape(each, axis) for each in labels]) for axis in (-1, 1)]
-    return shapes if [] in others or others == [None, None] else []
-
-
-def _other_shape(label: Any, axis: int) -> Any:
-    """Return a label without this axis if it is 1, else with one there; [rows] becomes [rows, 1]."""
-    if not isinstance(label, torch.Tensor):
+def _other_shape(label: Any, axis: int | None) -> Any:
+    """Return a label without this axis if it is 1, else with one there: [rows] becomes [rows, 1]; None: as it is."""
+    if axis is None or not isinstance(label, torch.Tensor):
         return label
     return label.squeeze(axis) if label.dim() > 1 and label.shape[axis] == 1 else label.unsqueeze(axis)
 
 
-def _all_pairs_error(name: str, shapes: Sequence[Sequence[int]], what: str) -> DataError:
+def _all_pairs_error(name: str, shapes: str) -> DataError:
     return DataError(
-        f"{name} compares each output with the labels of all rows: {what}, and shapes "
-        f"{' and '.join(str(list(each)) for each in shapes)} are broadcast to all pairs; give output and label one "
-        "shape, in your function or by label_shapes"
+        f"{name} compares each output with the labels of all rows: {shapes}, which are broadcast to all pairs; give "
+        "output and label one shape, in your function or by label_shapes"
     )
 
 
@@ -130,10 +74,7 @@ def check_metrics(training: TorchTraining, objective: Objective, result: Forward
             return sums[of.rows_position + 1 :]
 
         if _pairs_all(value, labels, others, rows):
-            raise DataError(
-                f"the metric {name} compares each output with the labels of all rows: {_shapes_of(result)}; give "
-                "output and label one shape, in your function or by label_shapes"
-            )
+            raise _all_pairs_error(f"the metric {name}", _shapes_of(result.labels, result.outputs))
 
 
 def _pairs_all(
@@ -183,9 +124,9 @@ def _part(value: Any, start: int, stop: int) -> Any:
     return value[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def _shapes_of(result: ForwardResult) -> str:
-    named = [(f"{LABEL}{at}", each) for at, each in enumerate(result.labels)]
-    named += [(f"output {at}", each) for at, each in enumerate(result.outputs)]
+def _shapes_of(labels: Sequence[Any], outputs: Sequence[Any] = ()) -> str:
+    named = [(f"{LABEL}{at}", each) for at, each in enumerate(labels)]
+    named += [(f"output {at}", each) for at, each in enumerate(outputs)]
     return ", ".join(f"{name} {list(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
 
 
@@ -227,21 +168,9 @@ def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any]
 
 
 def _check_term(
-    loss: Any,
-    term: LossTerm,
-    at: int,
-    part: TorchBatch,
-    output: torch.Tensor,
-    batch: TorchBatch,
-    per_worker: bool,
+    loss: Any, term: LossTerm, at: int, part: TorchBatch, output: torch.Tensor, batch: TorchBatch, per_worker: bool
 ) -> None:
     alone = LossTerm(loss, weighted=False)
-    if part.labels and not per_worker:
-        label = part.labels[at]
-        shapes = _all_pairs(lambda labels: alone(output, labels[0], None, part.rows), [label], part.rows)
-        if shapes:
-            what = f"{LABEL}{at} {list(label.shape)} and output {at} {list(output.shape)}"
-            raise _all_pairs_error(term.name, shapes, what)
     label = batch.labels[at] if batch.labels else batch.inputs[0]
     # The model's outputs for the first rows, over and over. They differ in size, and remain logits or probabilities.
     outputs = output[torch.arange(batch.rows) % len(output)]
@@ -250,8 +179,8 @@ def _check_term(
         outputs = outputs * sizes.to(outputs.dtype)
     ones = None if batch.weights is None else torch.ones_like(batch.weights)
 
-    def whole() -> tuple[torch.Tensor, float]:  # without sample weights, which change nothing if all are 1
-        return alone(outputs, label, None, batch.rows)
+    def whole(axis: int | None) -> tuple[torch.Tensor, float]:  # without sample weights, which change nothing
+        return alone(outputs, _other_shape(label, axis), None, batch.rows)
 
     def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
@@ -259,7 +188,8 @@ def _check_term(
     def other() -> tuple[torch.Tensor, float]:
         return alone(-outputs, label, None, batch.rows)
 
-    _compare(term.name, whole, of, other, batch.rows, per_worker)
+    shapes = f"{LABEL}{at} {list(part.labels[at].shape)} and output {at} {list(output.shape)}" if part.labels else ""
+    _compare(term.name, whole, of, other, shapes, batch.rows, per_worker)
 
 
 def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
@@ -267,25 +197,29 @@ def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBa
     name = f"the loss of {training.train_fn.name}" if isinstance(training.train_fn, ModelStep) else "train_fn"
     modes = [(module, module.training) for module in model.modules()]
     batch = _more_rows(training, part)
+
+    def of_batch(rows: TorchBatch) -> tuple[torch.Tensor, float]:
+        result = objective.forward(model, rows)
+        return result.sums[0], result.counts[0]
+
+    def whole(axis: int | None) -> tuple[torch.Tensor, float]:
+        labels = tuple(_other_shape(each, axis) for each in batch.labels)
+        named = {f"{LABEL}{at}": each for at, each in enumerate(labels)}
+        return of_batch(replace(batch, labels=labels, tensors={**batch.tensors, **named}))
+
+    def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
+        return of_batch(_cut(batch, start, stop))
+
+    def other() -> tuple[torch.Tensor, float]:
+        with _negated(model):
+            return of_batch(batch)
+
     try:
         # Layers are in eval mode, because dropout and batch statistics differ between the whole and its parts. The
         # model itself is in training mode where eval mode would mean a validation.
         model.eval()
         model.training = of_model
-        shapes = _all_pairs(lambda labels: objective.forward(model, _with_labels(part, labels)), part.labels, part.rows)
-        if shapes and not training.loss_is_per_worker:
-            what = ", ".join(f"{LABEL}{at} {list(each.shape)}" for at, each in enumerate(part.labels))
-            raise _all_pairs_error(name, shapes, what)
-
-        def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
-            result = objective.forward(model, _cut(batch, start, stop))
-            return result.sums[0], result.counts[0]
-
-        def other() -> tuple[torch.Tensor, float]:
-            with _negated(model):
-                return of(0, batch.rows)
-
-        _compare(name, lambda: of(0, batch.rows), of, other, batch.rows, training.loss_is_per_worker)
+        _compare(name, whole, of, other, _shapes_of(part.labels), batch.rows, training.loss_is_per_worker)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -302,11 +236,6 @@ def _negated(model: torch.nn.Module) -> Iterator[None]:
         torch._foreach_neg_(params)
 
 
-def _with_labels(part: TorchBatch, labels: tuple[Any, ...]) -> TorchBatch:
-    named = {f"{LABEL}{at}": each for at, each in enumerate(labels)}
-    return replace(part, labels=labels, tensors={**part.tensors, **named})
-
-
 def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:
     def rows(value: Any) -> Any:
         return None if value is None else value[start:stop]
@@ -318,16 +247,18 @@ def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:
 
 def _compare(
     name: str,
-    whole: Callable[[], tuple[torch.Tensor, float]],
+    whole: Callable[[int | None], tuple[torch.Tensor, float]],
     of: Callable[[int, int], tuple[torch.Tensor, float]],
     other: Callable[[], tuple[torch.Tensor, float]],
+    shapes: str,
     rows: int,
     per_worker: bool,
 ) -> None:
     """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
 
     A loss that is random, or cannot be computed of a part, is not judged. One that is `per_worker` may be anything but
-    a pair with a mean in place of the denominator. Warn if the denominator of `other` outputs is another one.
+    a pair with a mean in place of the denominator. Warn if the denominator of `other` outputs is another one. If the
+    whole with labels of another shape (`_other_shape`) agrees with the parts, the loss compares all pairs: DataError.
     """
     if rows < 2:
         return None
@@ -337,7 +268,7 @@ def _compare(
         for edges in (split_evenly(rows, rows), [(0, (rows + 2) // 3), ((rows + 2) // 3, rows)]):
             try:
                 found = [of(*each) for each in edges]
-                again, expected = of(*edges[0]), whole()
+                again, expected = of(*edges[0]), whole(None)
             except Exception as error:
                 log.info("%s cannot be tried on %d parts: %s", name, len(edges), error)
                 continue
@@ -361,8 +292,17 @@ def _compare(
         return None
     sums = [float(part[0]) for part in found]
     parts, size = sum(sums) / count, sum(map(abs, sums)) / count
-    if abs(parts - loss) <= max(1e-4, 8 * torch.finfo(expected[0].dtype).eps) * size:
+    near = max(1e-4, 8 * torch.finfo(expected[0].dtype).eps) * size
+    if abs(parts - loss) <= near:
         return None
+    means = []
+    for axis in (-1, 1) if shapes else ():
+        with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            total, denominator = whole(axis)
+            means.append(float(total) / denominator)
+    if any(abs(parts - mean) <= near for mean in means):
+        raise _all_pairs_error(name, shapes)
     raise InvalidSettingsError(
         f"{name} is not a mean over rows: for the first {rows} rows together it is {loss:.6g}, and the mean of its "
         f"values for {len(found)} parts of them is {parts:.6g}, so the result would depend on the number of workers "

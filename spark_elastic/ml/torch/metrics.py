@@ -75,12 +75,11 @@ class _Torchmetric:
             state: default.cpu() if isinstance(default, torch.Tensor) else default
             for state, default in metric._defaults.items()
         }
-        adds = all(
+        self.gathered = not all(
             isinstance(self._defaults[state], torch.Tensor) and getattr(reduction, "__name__", "") == "dim_zero_sum"
             for state, reduction in self._reductions.items()
         )
-        self.gathered = not adds
-        self.width = sum(self._defaults[state].numel() for state in self._reductions) if adds else 0
+        self.width = 0 if self.gathered else sum(self._defaults[state].numel() for state in self._reductions)
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         metric = self._metric
@@ -184,12 +183,7 @@ class LoggedColumns:
     """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
 
     A value of the validation that has the name of one of the training gets the prefix "val_". "loss" is always one of
-    the training.
-
-    Attributes:
-        names: the columns.
-        width: the length of their part of the vector of sums: for each its weight, and its sum or its states.
-        gathers: states of a metric must be gathered from all workers.
+    the training. The vector of sums has `width` numbers for them: for each its weight, and its sum or its states.
     """
 
     def __init__(self, logged: Mapping[LoggedName, Any]) -> None:
@@ -208,31 +202,25 @@ class LoggedColumns:
 
     def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[float]:
         """Return the numbers of a forward pass, and add the states that are gathered to `piece`."""
-        self._warn_of_unexpected(logged)
+        for name in {key.name for key in logged.keys() - self._metrics.keys()} - self._unexpected - {*FACTS}:
+            self._unexpected.add(name)
+            log.warning(
+                "self.log(%r) is ignored, because the first batch did not log it: the columns of the history are "
+                "agreed on before the training. Log it in each step",
+                name,
+            )
         numbers: list[float] = []
         for key, metric in self._metrics.items():
+            value, rows = logged.get(key) or LoggedValue(None, 0.0)
             if key not in logged:
                 numbers += [0.0] * (1 + _width(metric))
-                continue
-            value, rows = logged[key]
-            numbers.append(rows)
-            if metric is None:
-                numbers.append(value)
-                continue
-            numbers += metric.numbers(value)
-            if metric.gathered:
-                piece[metric.name] = metric.states(value)
+            elif metric is None:
+                numbers += (rows, value)
+            else:
+                numbers += (rows, *metric.numbers(value))
+                if metric.gathered:
+                    piece[metric.name] = metric.states(value)
         return numbers
-
-    def _warn_of_unexpected(self, logged: Mapping[LoggedName, LoggedValue]) -> None:
-        for key in logged.keys() - self._metrics.keys():
-            if key.name not in self._unexpected and key.name not in FACTS:
-                self._unexpected.add(key.name)
-                log.warning(
-                    "self.log(%r) is ignored, because the first batch did not log it: the columns of the history are "
-                    "agreed on before the training. Log it in each step",
-                    key.name,
-                )
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], live: bool = False) -> dict[str, float]:
         """Return the columns that have values; `live`: without touching a metric's object."""
@@ -254,14 +242,10 @@ def _width(metric: _Torchmetric | None) -> int:
 
 
 class TorchMetricAccumulator(MetricAccumulator):
-    """The sums of a module's training: for each loss its sum and its denominator; the rows; then the metrics.
+    """The sums of a module's training, `width` numbers: of each loss sum and denominator; the rows; the metrics.
 
-    Attributes:
-        width: the length of the vector.
-        gathers: whether `measure` returns states that must be gathered from all workers.
-
-    Raises:
-        InvalidSettingsError: a value of `metrics` is neither a function nor a metric.
+    If it `gathers`, `measure` returns states to gather from all workers. Raises InvalidSettingsError for a value of
+    `metrics` that is neither a function nor a metric.
     """
 
     def __init__(
@@ -306,19 +290,17 @@ class TorchMetricAccumulator(MetricAccumulator):
 
     def measure(self, result: ForwardResult, rows: int, into: torch.Tensor) -> Piece:
         """Add the sums of a forward pass to the float64 vector `into`; return the metric states that are gathered."""
-        numbers: list[float] = []
-        for value, count in zip(result.sums, result.counts, strict=True):
-            numbers += (float(value.detach()), count)
+        pairs = zip(result.sums, result.counts, strict=True)
+        numbers = [number for value, count in pairs for number in (float(value.detach()), count)]
         numbers.append(float(rows))
         piece: Piece = {}
-        if self._metrics:
-            with torch.no_grad():
-                outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
-                for metric, which in self._metrics:
-                    output, label = _chosen(metric.name, outputs, result.labels, which)
-                    numbers += metric.update(output, label, rows)
-                    if isinstance(metric, _Torchmetric) and metric.gathered:
-                        piece[metric.name] = metric.states()
+        outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
+        with torch.no_grad():
+            for metric, which in self._metrics:
+                output, label = _chosen(metric.name, outputs, result.labels, which)
+                numbers += metric.update(output, label, rows)
+                if isinstance(metric, _Torchmetric) and metric.gathered:
+                    piece[metric.name] = metric.states()
         numbers += self._logged.measure(result.logged, piece)
         into[: self.width] += torch.tensor(numbers, dtype=torch.float64)
         return piece

@@ -31,16 +31,11 @@ class ElasticTorchModel(ElasticModel):
     `module` is the trained `torch.nn.Module`; `history` and `events` are as of `ElasticModel`.
     """
 
-    _module: torch.nn.Module | None = None
-
     @property
     def module(self) -> torch.nn.Module:
         """The trained module, on the CPU, in eval mode. Not a copy."""
-        if self._module is None:
-            raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no module; call fit or load first"
-            )
-        return self._module
+        found: torch.nn.Module = self._native_model()
+        return found
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, module: torch.nn.Module | None = None) -> _T:
@@ -63,7 +58,7 @@ class ElasticTorchModel(ElasticModel):
         return serialization
 
     def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
-        self._module, self._fitted = module.eval(), fitted
+        self._native, self._fitted = module.eval(), fitted
 
     def _saved_predictor(self) -> TorchSavedPredictor:
         device = self.getOrDefault("transform_device")
@@ -84,7 +79,7 @@ class ElasticTorchModel(ElasticModel):
             raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
         try:
             weights = serialization.from_bytes(files[_WEIGHTS])
-            self._module = serialization.fill(objects[_ARCHITECTURE], weights).eval()
+            self._native = serialization.fill(objects[_ARCHITECTURE], weights).eval()
         except CheckpointError as error:
             error.message = f"{_WEIGHTS}: {error.message}"
             raise
@@ -109,10 +104,7 @@ class TorchSavedPredictor:
 
 
 class TorchPredictor:
-    """A function that calls a module with arrays by name and returns its outputs, tensors as arrays.
-
-    Raises DataError if an input is not an array.
-    """
+    """Calls a module with arrays by name and returns its outputs, tensors as arrays."""
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._call = prediction_call(module)
@@ -121,7 +113,7 @@ class TorchPredictor:
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         with torch.inference_mode():
             returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
-            return [_as_numpy(each) for each in outputs_of(returned)]
+            return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
@@ -133,8 +125,5 @@ def _tensor_of(value: Any) -> torch.Tensor:
     raise DataError(f"the model takes arrays, not {type(value).__name__}; convert the values to arrays in inference_fn")
 
 
-def _as_numpy(output: Any) -> Any:
-    if not isinstance(output, torch.Tensor):
-        return output
-    tensor: torch.Tensor = output.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()

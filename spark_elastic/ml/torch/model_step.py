@@ -20,10 +20,8 @@ class TorchBatch:
     """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
 
     Attributes:
-        inputs: the inputs of the model, tensors of shape [rows, ...].
-        labels: the labels, tensors of shape [rows, ...].
+        inputs: the inputs of the model, tensors of shape [rows, ...], as are `labels`.
         weights: the sample weights, shape [rows]; None: the dataset has none.
-        rows: the number of rows.
         tensors: all tensors by name, including those that `transformation_fn` has added.
     """
 
@@ -45,27 +43,22 @@ class LoggedName(NamedTuple):
 
 
 class LoggedValue(NamedTuple):
-    """A value that a model has logged.
-
-    Attributes:
-        value: the sum over the rows; or a torchmetrics metric with the states of these rows, until the next step.
-        rows: the number of rows, or another weight of the value in the mean of an epoch.
-    """
+    """A value that a model has logged, and its weight in the mean of an epoch, such as the number of rows."""
 
     value: Any
+    """The sum over the rows; or a torchmetrics metric with the states of these rows, until the next step."""
     rows: float
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The outputs and losses of one forward pass.
+    """The outputs, labels and losses of one forward pass.
 
     Attributes:
-        labels: the labels, as their columns have them.
         sums: the sum of each loss over the rows: scalars with a graph.
         counts: the denominator of each sum's mean: the rows, or what the loss divides by instead.
         logged: values that the model has logged.
-        rule: the rule for a prediction from the first output, if the model decides it; see `rule`.
+        rule: the rule for a prediction from the first output, if the model decides it; see `objective.rule`.
     """
 
     outputs: tuple[torch.Tensor, ...]
@@ -78,16 +71,7 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """The place of a step in the training.
-
-    Attributes:
-        epoch: the number of the epoch, from 0.
-        step: the number of optimizer steps so far.
-        index: the number of the batch in this epoch, or in its validation, from 0.
-        rank: the rank of this worker.
-        size: the number of workers.
-        local_rank: the rank among the workers of this host.
-    """
+    """The place of a step in the training: `step` optimizer steps so far, batch number `index` of this epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -102,15 +86,8 @@ def summed(
 ) -> tuple[torch.Tensor, float]:
     """Return a loss that was computed of some rows as the sum over them, and the denominator of its mean.
 
-    Args:
-        name: what errors call the loss.
-        rows: the number of rows.
-        value: the mean over the rows; a value, or several, for each of them; or (numerator, denominator).
-        weights: the sample weights, which need a value or a numerator for each row.
-        adds: a value is a sum, not a mean.
-
-    Raises:
-        DataError: it is something else.
+    `value` is the mean over the rows, or with `adds` a sum; a value, or several, for each of them; or (numerator,
+    denominator). Sample weights need a value or a numerator for each row. Raises DataError if it is something else.
     """
     count = float(rows)
     if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -153,10 +130,7 @@ class ModelStep(ABC):
     exact = False
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
-        """Return settings of `TorchTraining` that follow from the model and from the number of steps.
-
-        `steps_an_epoch` is None if it depends on the number of workers.
-        """
+        """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
     def set_mode(self, model: Any, training: bool) -> None:

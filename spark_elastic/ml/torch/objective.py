@@ -28,7 +28,6 @@ from spark_elastic.ml.preparation import (
     LABEL,
     WEIGHT,
     Columns,
-    is_trained_on,
     numbered,
     ragged_column_error,
     split_evenly,
@@ -75,7 +74,7 @@ class BatchMaker:
         if isinstance(value, torch.Tensor):
             # Rows are views of records. Models that were written for a DataLoader call view(-1), which needs this.
             return value.contiguous().to(self._device, non_blocking=True)
-        if is_trained_on(name):
+        if name.startswith((INPUT, LABEL)) or name == WEIGHT:
             raise ragged_column_error(name, value)
         return value
 
@@ -99,10 +98,7 @@ _RULES: Mapping[Any, str] = {
 }
 """The rule for a prediction from the output of torch's losses, which are classes and functions."""
 
-_KNOWN = {
-    *_RULES,
-    *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss),
-}
+_KNOWN = {*_RULES, *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss)}
 """The losses of torch that take an output and a label."""
 _COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}
 """Those whose mean is divided by the (class weights of the) labels that are not ignored."""
@@ -141,8 +137,7 @@ def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
 def label_dtype(loss: Any) -> str | None:
     """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
 
-    Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and regression labels may be integers.
-    Only the loss tells the two apart.
+    Spark ML's own stages give class numbers as doubles, and regression labels may be integers.
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
@@ -181,8 +176,7 @@ class LossTerm:
     def shaped(self, label: torch.Tensor, output: torch.Tensor, at: int) -> torch.Tensor:
         """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it.
 
-        Raises DataError if the shapes differ by more than a last axis of 1: torch would broadcast, or compare other
-        pairs.
+        Raises DataError if the shapes differ by more than a last axis of 1: torch would compare other pairs.
         """
         if self.own or not isinstance(output, torch.Tensor):
             return label
@@ -207,10 +201,7 @@ class LossTerm:
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
     ) -> tuple[torch.Tensor, float]:
-        """Return the sum of the loss over the rows, and its denominator; raise DataError for values of a wrong shape.
-
-        The denominator is that of the mean without sample weights: the number of rows, but for a loss with its own.
-        """
+        """Return the sum of the loss over the rows, and the denominator of its mean without sample weights."""
         total, count = summed(self.name, self._loss(output, label), rows, weights, adds=self._adds)
         if not self.counted:
             return total, count
@@ -220,10 +211,9 @@ class LossTerm:
 
 
 class Objective:
-    """The losses of a training and their weights; see `TorchTraining` for the settings.
+    """The losses of a training and their weights, for a number of labels and perhaps sample weights.
 
-    `labels` is the number of labels; `weighted` says that there are sample weights. Raises InvalidSettingsError if the
-    numbers of losses, weights and labels do not match.
+    Raises InvalidSettingsError if the numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -299,7 +289,8 @@ class Objective:
         loss, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
         learns = torch.is_grad_enabled()
         constant = not (isinstance(outputs, torch.Tensor) and outputs.requires_grad)
-        pair = not isinstance(loss, tuple) and _is_number(outputs) and constant if self.paired is None else self.paired
+        number = isinstance(outputs, (int, float)) or (isinstance(outputs, torch.Tensor) and outputs.dim() == 0)
+        pair = not isinstance(loss, tuple) and number and constant if self.paired is None else self.paired
         if learns and batch.rows > 1:  # of one row, or without gradients, outputs may look like a denominator
             self.paired = pair
         if pair:
@@ -339,10 +330,7 @@ class Objective:
         return global_rows / counts[0]
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ...
-
-        There is none if a `ModelStep` computed no loss.
-        """
+        """Return the columns "loss" and, of several losses, "loss_0", ...; none if a `ModelStep` computed no loss."""
         if self._step is not None and not any(counts):
             return {}
         each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
@@ -354,10 +342,6 @@ def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the label in this shape, if the two differ by a last axis of 1 alone; else as it is."""
     shape = tuple(shape)
     return label.reshape(shape) if shape in ((*label.shape, 1), label.shape[:-1]) and shape != label.shape else label
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:

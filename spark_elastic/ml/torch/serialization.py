@@ -7,15 +7,11 @@ file names. `dumps`, `loads` and `pickled` are the `Codec` of estimators and mod
 
 from __future__ import annotations
 
-import builtins
-import collections
 import importlib
 import io
 import numbers
-import pickletools
-import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,36 +24,18 @@ from spark_elastic.wire import pickling
 _BUFFERS = "spark_elastic.buffers"
 """The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
 
-_RECORD_BYTES = 512
-"""About what a file of `torch.save` has for each tensor besides its values: names, alignment, checksum."""
-
 # --- tensors and plain values ---------------------------------------------------------------------
 
 
-def to_bytes(value: Any, expected_bytes: int = 0) -> bytes:
-    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`.
-
-    Args:
-        value: the tensors and plain values.
-        expected_bytes: about the size of the file; a buffer that grows is copied on the way.
-    """
+def to_bytes(value: Any) -> bytes:
+    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`."""
     file = io.BytesIO()
-    if expected_bytes:
-        file.seek(expected_bytes)
-        file.write(b"\0")
-        file.seek(0)
     torch.save(value, file)
-    file.truncate()
     return file.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
-    """Load what `to_bytes` has written.
-
-    Raises:
-        CheckpointError: the file is damaged, holds more than tensors and plain values, or is read by a version of torch
-            whose restricted loader is not safe.
-    """
+    """Load what `to_bytes` has written. Raise CheckpointError if it is something else, or torch is not safe."""
     trust.TORCH.check(torch.__version__)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -69,10 +47,8 @@ def from_bytes(data: bytes) -> Any:
 def detached(value: Any, where: str, copy: bool = True) -> Any:
     """Copy tensors and plain values, in dicts and lists, to the CPU, so that later steps do not change them.
 
-    `where` names the value in the error. With copy=False, the value is checked only, and shares its tensors.
-
-    Raises:
-        CheckpointError: the value holds something that cannot be loaded without running code.
+    With copy=False, the value is checked only, and shares its tensors. Raise CheckpointError, which names the value as
+    `where`, if it holds something that cannot be loaded without running code.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True) if copy else value
@@ -123,13 +99,9 @@ def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def weights_to_bytes(module: torch.nn.Module) -> bytes:
     """Return `state_of` the module as a file for `from_bytes`; the file is a `state_dict` for torch."""
     state: Any = state_of(module, copy=False)
-    expected_bytes = 0
     for tensors in (state, state._metadata.get(_BUFFERS, {})):
-        for name, each in tensors.items():
-            if isinstance(each, torch.Tensor):
-                tensors[name] = _compact(each)
-                expected_bytes += each.numel() * each.element_size() + _RECORD_BYTES
-    return to_bytes(state, expected_bytes)
+        tensors.update({name: _compact(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)})
+    return to_bytes(state)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +122,8 @@ def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy whose weights take no memory: each is a single zero that is expanded to the shape."""
-    own = {id(each): each for _, each in tensors_of(module) if _is_plain(each)}
+    plain = [each for _, each in tensors_of(module) if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    own = {id(each): each for each in plain if each.layout == torch.strided and not vars(each)}
     storages = Counter(each.untyped_storage().data_ptr() for each in own.values())
     # those that share their storage with others stay as they are, so that they still share it in the copy
     alone = {key for key, each in own.items() if storages[each.untyped_storage().data_ptr()] == 1}
@@ -179,10 +152,6 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
     return module
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not vars(tensor)
-
-
 def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     zero = torch.zeros((), dtype=dtype).expand(shape)
     return torch.nn.Parameter(zero, requires_grad) if is_parameter else zero
@@ -193,11 +162,7 @@ def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: boo
 SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
 _FUNCTIONS_OF = ("torch.nn.functional",)
-_PLAIN = {
-    ("__builtin__", "dict"): builtins.dict,
-    ("builtins", "dict"): builtins.dict,
-    ("collections", "defaultdict"): collections.defaultdict,
-}
+_PLAIN = {"builtins.dict": dict, "collections.defaultdict": defaultdict}
 
 
 def dumps(value: Any) -> bytes | None:
@@ -211,16 +176,11 @@ def dumps(value: Any) -> bytes | None:
 
 
 def loads(file: bytes) -> Any:
-    """Load what `dumps` has written.
-
-    Raises:
-        CheckpointError: the file is damaged, names a class or function that is not accepted, or is read by a version of
-            torch whose restricted loader is not safe.
-    """
+    """Load what `dumps` has written. Raise CheckpointError if it names something else, is damaged, or torch unsafe."""
     trust.TORCH.check(torch.__version__)
     try:
-        needed = [_accepted(module, name) for module, name in _names_in(file)]
-    except Exception as error:  # zipfile, pickletools and imports raise errors of many classes at damaged bytes
+        needed = [_accepted(path) for path in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file))]
+    except Exception as error:  # torch and imports raise errors of many classes at damaged bytes
         raise CheckpointError(f"not a file of torch.save: {type(error).__name__}: {error}") from None
     try:
         with torch.serialization.safe_globals([each for each in needed if each is not None]):
@@ -235,20 +195,11 @@ def pickled(value: Any) -> bytes:
     return pickling.dumps(value)
 
 
-def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of everything that the pickle within the file refers to."""
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            yield module, name
-
-
-def _accepted(module: str, name: str) -> Any:
-    """Return the object if this module accepts its name; None leaves the decision to torch's own list."""
-    if (module, name) in _PLAIN:
-        return _PLAIN[module, name]
+def _accepted(path: str) -> Any:
+    """Return the class or function at this path if it is accepted here; None leaves it to torch's own list."""
+    module, _, name = path.rpartition(".")
+    if path in _PLAIN:
+        return _PLAIN[path]
     if not f"{module}.".startswith((*_CLASSES_OF, *_FUNCTIONS_OF)):
         return None
     found = getattr(importlib.import_module(module), name, None)

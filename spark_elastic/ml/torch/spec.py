@@ -36,32 +36,18 @@ def adopt(config: Mapping[str, Any]) -> None:
 class TorchTraining(Training):
     """One training of a PyTorch module; `Training` describes the settings that every framework has.
 
-    It is pickled as a whole, so that the model and an optimizer instance still share the parameters in a worker.
+    It is pickled as a whole, so that the model and an optimizer instance still share the parameters in a worker. Fields
+    that are not explained here are settings of `ElasticTorchEstimator`.
 
     Attributes:
-        model: the module, on the CPU.
-        optimizer: an instance on the model's parameters, a class, or a function of the parameters that returns one.
-        loss: a function of (output, label), or one for each label. One of torch gets labels with or without a last axis
-            of 1, as it needs them, another one as their columns have them; see `objective.LossTerm` for what it may
-            return. None: `train_fn` computes the loss.
-        loss_weights: factors of the losses in the total loss.
-        train_fn: a function of (model, TorchBatch) that returns the loss, or (loss, outputs) if metrics need the
-            outputs. The loss is what a user's own loss may return. It is also called for validation, without gradients
-            and in eval mode.
-        metrics: metrics by name. Each is a torchmetrics metric, or a function of (output, label) that returns the mean
-            over the rows or a value for each row. With several outputs, output and label are tuples; give
-            (index, metric) for a metric of one output.
-        lr_scheduler: an instance on the optimizer, or a function of the optimizer that returns one.
-        scheduler_interval: "epoch" or "step": when the scheduler steps. ReduceLROnPlateau steps every epoch.
-        scheduler_monitor: the column of the history that ReduceLROnPlateau follows.
-        callbacks: callbacks, which run in every worker in this order.
+        loss: as of the estimator. One of torch gets labels with or without a last axis of 1, as it needs them, another
+            one as their columns have them; see `objective.LossTerm` for what it may return.
+        train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
+        metrics: metrics by name. With several outputs, output and label are tuples; (index, metric) is for one output.
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
         paired: train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet.
+        virtual_workers: None: the workers share each batch.
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
-        virtual_workers: number of shards that each batch is cut into, whatever the number of workers, so that the
-            result has the same bits in any world. None: the workers share each batch.
-        generators: with virtual workers: the random generators that a step draws from, besides the global ones.
-        device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
 
     model: torch.nn.Module
@@ -81,23 +67,14 @@ class TorchTraining(Training):
     config: Mapping[str, Any] = field(default_factory=global_config)
 
     def __post_init__(self) -> None:
-        Training.__post_init__(self)  # super() does not work in a dataclass with slots
-        if (self.loss is None) == (self.train_fn is None):
-            raise InvalidSettingsError("give either loss or train_fn")
-        if self.loss_weights is not None and self.loss is None:
-            raise InvalidSettingsError("loss_weights need losses; with train_fn, weigh the losses in that function")
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard
             object.__setattr__(self, "sync_batch_norm", False)
-        if self.scheduler_interval not in ("epoch", "step"):
-            raise InvalidSettingsError(f'scheduler_interval must be "epoch" or "step", not {self.scheduler_interval!r}')
 
 
 def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the given optimizer, or the one that a given class or function makes of the model's parameters.
 
-    Raises:
-        InvalidSettingsError: the result is not an optimizer, has parameters of another model, or evaluates the loss
-            several times a step.
+    Raises InvalidSettingsError for an optimizer of another model, or one that evaluates the loss several times a step.
     """
     params = list(model.parameters())
     if not params:
@@ -131,11 +108,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
 
 
 class LearningRateSchedule:
-    """The learning rate scheduler of a training (None: the rate is constant), and when it steps.
-
-    Raises:
-        InvalidSettingsError: the scheduler does not go with the optimizer or the other settings.
-    """
+    """The learning rate scheduler, None for a constant rate; raise InvalidSettingsError if it does not fit the rest."""
 
     def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer) -> None:
         given = training.lr_scheduler

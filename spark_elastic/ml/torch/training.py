@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.process import process
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
@@ -17,19 +15,13 @@ from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 
-log = logging.getLogger("spark_elastic.ml")
-
 
 def train(training: TorchTraining) -> TrainingResult:
     """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
     Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
-    `spec.MODEL_FILE`.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-        CheckpointError: `resume_from` cannot be used.
+    `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with the data,
+    and `CheckpointError` if `resume_from` cannot be used.
     """
     adopt(training.config)
     hvd.init()
@@ -38,13 +30,11 @@ def train(training: TorchTraining) -> TrainingResult:
 
 def assemble(training: TorchTraining) -> Trainer:
     """Build the trainer of this worker; raise as `train` does."""
-    if training.compression != "none" and hvd.size() == 1 and not process.provisional:
-        log.info("gradient_compression has no effect in a world of one worker")
     callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
     engine = kind(training, any(callback.restores_best for callback in callbacks))
-    checkpoints = CheckpointSchedule(training, engine, callbacks, engine.metrics.names)
+    checkpoints = CheckpointSchedule(training, engine, callbacks)
     values = {
         "model": engine.model,
         "optimizer": engine.optimizer,

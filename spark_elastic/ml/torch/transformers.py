@@ -17,10 +17,7 @@ _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class NamedInputs(torch.nn.Module):
-    """A model that takes its inputs by name, as a module that takes them by position and returns the logits.
-
-    `model` is the model itself: `fitted.module.model`.
-    """
+    """A model (`model`) that takes inputs by name, as a module that takes them by position and returns the logits."""
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[str]) -> None:
         super().__init__()
@@ -34,12 +31,7 @@ class ModelLoss(ModelStep):
     """Calls a `NamedInputs` with its labels, for the loss that its model computes.
 
     That loss is a mean over the labels other than -100, so workers are weighted by the numbers of these. A causal
-    language model has no loss for the first token of a row.
-
-    Args:
-        labels: the arguments of the model that are labels.
-        shifted: the model is a causal language model.
-        classes: the model takes class numbers as labels, one for each row.
+    language model (`shifted`) has no loss for the first token of a row. With `classes`, labels are one number a row.
     """
 
     decides = ("loss", "loss_weights", "sample_weight_col")
@@ -98,11 +90,7 @@ def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an estimator that trains the model; `given` are those of the caller.
-
-    Raises:
-        InvalidSettingsError: The model or a setting does not fit.
-    """
+    """Return the settings of an estimator for the model, with those of the caller, `given`."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidSettingsError(f"from_transformers needs a torch.nn.Module, not {model!r:.200}")
     names = {name: _columns(given, name, example) for name, example in _EXAMPLES.items()}
@@ -110,7 +98,9 @@ def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     shifted = hasattr(model, "loss_type") and model.loss_type in (None, *_SHIFTED)
     shifted = shifted and not getattr(config, "is_encoder_decoder", False)
     of_sequences = getattr(model, "loss_type", None) == "ForSequenceClassification"
-    classes = of_sequences and _has_classes(config)
+    problem = getattr(config, "problem_type", None)
+    several = getattr(config, "num_labels", 1) > 1 and problem in (None, "single_label_classification")
+    classes = of_sequences and several
     step = ModelLoss(names["label_cols"], shifted, classes)
     if of_sequences and not classes:  # a regression, or several classes a row, whose loss needs reals
         step.label_dtype = FLOAT
@@ -137,8 +127,3 @@ def _columns(given: Mapping[str, Any], setting: str, example: list[str]) -> list
             f"{value!r}"
         )
     return names
-
-
-def _has_classes(config: Any) -> bool:
-    problem = getattr(config, "problem_type", None)
-    return getattr(config, "num_labels", 1) > 1 and problem in (None, "single_label_classification")

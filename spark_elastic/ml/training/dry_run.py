@@ -21,10 +21,11 @@ from spark_elastic.data.files import least_cache_bytes
 from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
+from spark_elastic.ml.added_columns import OutputShape, suits
 from spark_elastic.ml.callbacks import Callback, Monitor
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.preparation import reshaped
-from spark_elastic.ml.serving import OutputShape, has_rows, suits
+from spark_elastic.ml.serving import has_rows
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
@@ -46,13 +47,9 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of one step on the first rows.
+    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not.
 
     Attributes:
-        outputs: The model's outputs in `transform`; empty if it has none there.
-        taken: Their positions among all that the model returns; empty if they are all.
-        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
-        why_not: Why the model cannot be called in `transform`; "" if it can.
         settings: Settings of the training that only a step shows, such as the names of values that the model logs.
         of_classes: True if the first label is one integer a row and the first output several values, one for a class.
     """
@@ -65,33 +62,22 @@ class DryRunResult:
     taken: tuple[int, ...] = ()
 
 
-class UserCodeContext:
-    """A context for calling the user's code: errors name the code and the tensors that it was called with.
+@contextmanager
+def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """Let errors of the user's code, such as "the model and its loss", name it and the tensors that it gets.
 
-    Args:
-        subject: The code that is called, such as "the model and its loss".
-        tensors: The tensors that it is called with, by name.
-
-    A fault of the code itself, such as a name that does not exist, stays the error that it is.
-
-    Raises:
-        DataError: The code raised something that the tensors may explain, other than an `InvalidSettingsError`.
+    A fault of the code itself, such as a name that does not exist, stays the error that it is, as does an
+    `InvalidSettingsError`. Anything else becomes a `DataError`: the tensors may explain it.
     """
-
-    def __init__(self, subject: str, rows: int, tensors: Mapping[str, Any]) -> None:
-        self._subject, self._rows, self._tensors = subject, rows, tensors
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if error is None or not isinstance(error, Exception) or isinstance(error, InvalidSettingsError):
-            return
-        if _is_fault_of_code(error):
-            return
-        seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in self._tensors.items())
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InvalidSettingsError) or _is_fault_of_code(error):
+            raise
+        seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in tensors.items())
         reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {_of_graph(error)}"
         raise DataError(
-            f"{self._subject} cannot deal with the first {self._rows} rows: {reason}\nThe tensors were: {seen}. "
+            f"{subject} cannot deal with the first {rows} rows: {reason}\nThe tensors were: {seen}. "
             "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
             "transformation_fn"
         ) from error
@@ -123,6 +109,18 @@ def describe_tensor(value: Any) -> str:
 
 
 @contextmanager
+def returned_model(name: str) -> Iterator[None]:
+    """Raise `InvalidSettingsError` for an error in making what `fit` would return now of the trained model."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"the trained {name} could not be returned from the workers: its weights after a step cannot be loaded "
+            f"into the model that was given: {error}"
+        ) from error
+
+
+@contextmanager
 def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
     """Turn an error of the optimizer's step into an InvalidSettingsError that names the optimizer."""
     try:
@@ -134,13 +132,7 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
 
 
 def round_trip_pickle(training: T) -> T:
-    """Return a copy made by pickling the training as a whole, as it is sent to the workers.
-
-    One pickle for all of it, because its parts may share objects: the optimizer refers to the model's parameters.
-
-    Raises:
-        NotPicklableError: names the setting that cannot be pickled.
-    """
+    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting."""
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:
@@ -157,12 +149,7 @@ def round_trip_pickle(training: T) -> T:
 
 
 def rows_of_losses(bytes_a_row: int, least: int) -> int:
-    """Return the number of rows on which a user's own loss is tried: many, because labels that it ignores may be rare.
-
-    Args:
-        bytes_a_row: The memory that trying one row takes.
-        least: The fewest rows to return.
-    """
+    """Return the number of rows on which a user's own loss is tried: many, as labels that it ignores may be rare."""
     return max(least, min(_MOST_ROWS, _MOST_BYTES // max(1, bytes_a_row)))
 
 
@@ -197,12 +184,7 @@ def warn_of_no_prediction(result: DryRunResult) -> None:
 
 
 def warn_of_averaged_metrics(metrics: Sequence[str], alternative: str) -> None:
-    """Warn of metrics that return one number for all rows they are given, because these numbers are averaged.
-
-    Args:
-        metrics: the names of these metrics.
-        alternative: the kind of metric that is exact.
-    """
+    """Warn of metrics that return one number for all rows, which is averaged; `alternative`: metrics that are exact."""
     if metrics:
         log.warning(
             "the metric %s returns one number for the rows that it is given, which are a worker's share of a batch; "
@@ -214,13 +196,7 @@ def warn_of_averaged_metrics(metrics: Sequence[str], alternative: str) -> None:
 
 
 def warn_of_local_batch_statistics(layers: Sequence[str], method: str, alternative: str) -> None:
-    """Warn of layers whose batch statistics are those of each worker's own rows.
-
-    Args:
-        layers: the names of the layers.
-        method: the method that their class overrides.
-        alternative: the layers that are synchronised.
-    """
+    """Warn of layers whose class overrides `method`, so that their statistics are those of a worker's own rows."""
     if layers:
         log.warning(
             "batch statistics of %s are not synchronised, because the class overrides %s: the result will depend on "
@@ -237,19 +213,9 @@ def check_monitors(
     logs: Mapping[str, float],
     val_logs: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Check that every monitored column will be in the history.
+    """Return a row of the history; raise InvalidSettingsError if a callback, or the plan, monitors a missing column.
 
-    Args:
-        training: the training; its plan for checkpoints may monitor a column too.
-        callbacks: the callbacks of the training.
-        logs: losses and metrics of a training step, by name.
-        val_logs: those of a validation step; None: the same as of a training step, with the prefix "val_".
-
-    Returns:
-        A row of the history with all its columns.
-
-    Raises:
-        InvalidSettingsError: a callback monitors a column that the history does not have.
+    `logs` are those of a training step; `val_logs` those of a validation step, if they are not the same with "val_".
     """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
     if training.validates:
@@ -282,15 +248,7 @@ def try_transform(
 ) -> DryRunResult:
     """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
 
-    Args:
-        training: the training.
-        batch: its first rows.
-        predict: returns the model's outputs for arrays by name.
-        inference_fn: the user's setting of that name.
-        rule: the rule by which the loss makes a prediction of an output; None: unknown.
-
-    Returns:
-        The result of the dry run, with the rule if it suits the first output.
+    Returns the result of the dry run, with the `rule` of the loss if it suits the first output.
     """
     features: dict[str, Any] = {
         field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
@@ -326,7 +284,7 @@ def try_transform(
         rule = rule if taken[0] == 0 else None
     shapes = tuple(OutputShape(outputs[at].dtype.str, outputs[at].shape[1:]) for at in taken)
     label, shape = batch.tensors.get("label_0"), shapes[0].shape
-    of_classes = isinstance(label, np.ndarray) and label.dtype.kind in "iu" and label.ndim == 1 and len(shape) == 1
+    whole = isinstance(label, np.ndarray) and label.dtype.kind in "iu" and label.ndim == 1
+    of_classes = whole and len(shape) == 1 and shape != (1,)
     known = rule if rule is not None and suits(rule, shape) else None
-    of_classes = of_classes and shape != (1,)
     return DryRunResult(shapes, known, of_classes=of_classes, taken=() if all_taken else tuple(taken))

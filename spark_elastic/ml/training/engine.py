@@ -31,11 +31,6 @@ class MetricAccumulator(ABC):
 
     The vectors of batches, workers and worlds are added up, so each row counts once. A framework decides what the
     numbers are; `loss_positions` and `rows_position` say where to find those that every training has.
-
-    Attributes:
-        names: The names of the metrics; a checkpoint is resumed only by a training with the same names.
-        loss_positions: The positions of the losses' sums.
-        rows_position: The position of the number of rows.
     """
 
     loss_positions: Sequence[int] = ()
@@ -43,7 +38,8 @@ class MetricAccumulator(ABC):
 
     @property
     @abstractmethod
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """The names of the metrics; a checkpoint is resumed only by a training with the same names."""
 
     @abstractmethod
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
@@ -51,10 +47,7 @@ class MetricAccumulator(ABC):
 
     @abstractmethod
     def live_logs(self, sums: Sums) -> dict[str, float]:
-        """Compute those of `logs` that are plain means, without touching the metrics' own objects.
-
-        Safe on any thread at any moment: the objects belong to the thread that trains.
-        """
+        """Compute the plain means of `logs`. Safe on any thread: the metrics' objects belong to the one that trains."""
 
     def rows(self, sums: Sums) -> int:
         return int(sums[self.rows_position])
@@ -81,12 +74,7 @@ def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 class Measured(NamedTuple):
-    """The measurements of one step, over all workers.
-
-    Attributes:
-        pieces: Metric states that cannot be added.
-        stop: A worker requested the end of the training.
-    """
+    """The measurements of one step, over all workers, and whether one of them requested the end of the training."""
 
     sums: Sums
     pieces: tuple[Piece, ...]
@@ -108,14 +96,8 @@ class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
     A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
-    has the attributes `start` and `stop` of the reader's batch.
-
-    Args:
-        training: The settings.
-        model: The framework's model, for callbacks.
-        optimizer: The framework's optimizer, for callbacks.
-        best: A copy of the model for the weights of the best epoch; None: no callback restores them.
-        metrics: The losses and metrics.
+    has the attributes `start` and `stop` of the reader's batch. `best` is a copy of the model for the weights of the
+    best epoch; None: no callback restores them.
     """
 
     updating: bool = False
@@ -147,9 +129,9 @@ class Engine(ABC):
     @abstractmethod
     def use_threads(self, count: int) -> None: ...
 
-    @abstractmethod
     def feed(self, batches: Generator[Batch]) -> Generator[Any]:
         """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
+        return batches
 
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
@@ -180,11 +162,7 @@ class Engine(ABC):
         """Measure this worker's rows of batches that all workers measure. The sums are a new vector."""
 
     def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
-        """Measure the rows of all workers; return their sums added to `before`, and their metric states.
-
-        Raises:
-            HorovodInternalError: A collective failed.
-        """
+        """Measure the rows of all workers; return their sums added to `before`, and their metric states."""
         sums, pieces = self.measure(batches)
         global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
         return add_sums(before, global_sums), gather_pieces(pieces) if self.gathers else ()
@@ -194,11 +172,7 @@ class Engine(ABC):
         return {}
 
     def check_conditions(self, then: Mapping[str, Any]) -> None:  # noqa: B027 (nothing depends on it by default)
-        """Compare with the conditions that a checkpoint was written in, before the training resumes from it.
-
-        Raises:
-            CheckpointError: The result would be another one.
-        """
+        """Raise CheckpointError if a training that resumes with other conditions would have another result."""
 
     @abstractmethod
     def share_buffers(self) -> None:
@@ -241,9 +215,7 @@ class Engine(ABC):
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
 
-        Raises:
-            CheckpointError: The files were not made by `copies`.
-            KeyError, ValueError, RuntimeError, TypeError: The files belong to another model.
+        Raises CheckpointError if `copies` did not make the files, and other errors if they belong to another model.
         """
 
     def close(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
@@ -251,28 +223,20 @@ class Engine(ABC):
 
 
 class TrainingState(ElasticState):
-    """The elastic state of a training: the framework's tensors, and how far the training has come.
+    """The elastic state of a training: the framework's tensors, and how far the training has come (`at`).
 
     Its tensors are never copied: no collective follows a change of them before `at` counts it, so that both belong
     together wherever a collective can fail, except within an optimizer that calls collectives itself.
-
-    Attributes:
-        at: The progress of the training.
-        engine: The engine, set by the trainer.
     """
 
     at: Progress
-    engine: Engine | None = None
+    engine: Engine | None = None  # set by the trainer
 
     def save(self) -> None:
         self._counter.saved_version = self.version
 
     def restore(self) -> None:
-        """Keep the present values.
-
-        Raises:
-            UsageError: A collective failed within the optimizer's step, which may have changed some parameters.
-        """
+        """Keep the present values. Raises UsageError if a collective failed within the optimizer's step."""
         if self.engine is not None and self.engine.updating:
             raise UsageError(
                 "a worker was lost while the optimizer changed the parameters, which cannot be undone: an optimizer of "
@@ -299,12 +263,6 @@ def threads_for(requested: int | None, cores: int, workers: int) -> int:
 
 def first_rows(training: Training, rows: int) -> Batch:
     """Read the first rows of the training dataset, in the order of its files."""
-    with training.dataset.reader(
-        "train",
-        batch_size=rows,
-        shuffle=False,
-        prefetch=0,
-        cache_dir=training.cache_dir,
-        cache_bytes=training.cache_bytes,
-    ) as reader:
+    cache: dict[str, Any] = {"cache_dir": training.cache_dir, "cache_bytes": training.cache_bytes}
+    with training.dataset.reader("train", batch_size=rows, shuffle=False, prefetch=0, **cache) as reader:
         return next(iter(reader.epoch(0)))

@@ -99,27 +99,18 @@ class RunView:
 class Reporter:
     """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports: first the
-    epochs whose end this worker has seen (the driver ignores those that it knows already), then the present position.
+    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports, also of a
+    silent training, which has a status page: first the epochs whose end this worker has seen (the driver ignores those
+    that it knows already), then the present position.
     """
 
     def __init__(self, run: RunView, link: WorkerLink) -> None:
         self._run = run
         self._link = link
-        self._reported_epochs = 0
-        """Rows of the history that were reported, or were there before."""
+        self._reported_epochs = 0  # or there before
         self._serial = -1
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spark_elastic-report", daemon=True)
-
-    @classmethod
-    def of(cls, run: RunView) -> Reporter | None:
-        """Return the reporter of a training; None if no driver is connected.
-
-        A silent training reports too: its status page shows what is not printed.
-        """
-        link = worker_link.current()
-        return None if link is None else cls(run, link)
 
     def begin(self) -> None:
         self._reported_epochs = len(self._run.history)
@@ -177,12 +168,6 @@ class EpochRows:
         self._sent = 0
         """Rows of the history that were sent, or were there before this worker began."""
 
-    @classmethod
-    def of(cls, run: RunView) -> EpochRows | None:
-        """Return None if there are no callbacks on the driver, or there is no driver."""
-        link, wait_s = worker_link.current(), run.training.driver_decides_s
-        return None if link is None or wait_s is None else cls(run, link, wait_s)
-
     def begin(self) -> None:
         self._sent = len(self._run.history)
 
@@ -195,11 +180,7 @@ class EpochRows:
             self._sent = len(history)
 
     def ended(self, row: Row) -> str:
-        """Send the row of the epoch that ends. Returns the reason to end the training after it, or "".
-
-        Raises:
-            HorovodInternalError: The world was broken meanwhile.
-        """
+        """Send the row of the epoch that ends. Returns the reason to end the training after it, or ""."""
         if self._run.rank != 0:
             return ""
         epoch = int(row["epoch"])

@@ -47,19 +47,24 @@ NOTIFY_INTERVAL_S = 30.0
 
 
 class CheckpointSchedule:
-    """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background.
+    """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background."""
 
-    `metrics` are the names of the metrics; a training that resumes from these checkpoints must have the same.
-    """
-
-    def __init__(
-        self, training: Training, engine: Engine, callbacks: Sequence[Callback], metrics: Sequence[str]
-    ) -> None:
+    def __init__(self, training: Training, engine: Engine, callbacks: Sequence[Callback]) -> None:
         self._training = training
         self._engine = engine
         self._callbacks = callbacks
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
-        self._settings = _settings_to_match(training, metrics)
+        dataset, cache_bytes = training.dataset, training.cache_bytes
+        order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
+        self._settings = {
+            "rows": dataset.rows("train"),
+            "seed": training.seed,
+            "shuffle": training.shuffle,
+            "order": order,  # in which `Progress.position` counts rows
+            **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
+            "metrics": list(engine.metrics.names),
+        }
+        """The settings that must be equal when a training resumes from these checkpoints."""
         self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
         self.writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
         self.begin()
@@ -95,21 +100,18 @@ class CheckpointSchedule:
         document = {"at": at.to_json(), "callbacks": callback_states(self._callbacks), "settings": self._settings}
         if conditions := self._engine.conditions():
             document["conditions"] = conditions
-        token = self.checkpoints.token
+        token = 0 if self._training.fence is None else self._training.fence.token
         facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
         self.writer.submit(lambda: Contents(facts, document, make_files()), at.step, tuple(best_of))
         if self._training.verbose > 1:
             print(f"writing a checkpoint of step {at.step}", flush=True)
 
     def first_progress(self) -> Progress:
-        """Return the progress of the checkpoint to resume from, or of the start.
-
-        Raises `CheckpointError` if the checkpoint cannot be used.
-        """
+        """Return the progress to resume from, or of the start. Raise `CheckpointError` for an unusable checkpoint."""
         if self._training.resume_from is None or loops.kept(loops.entered + 1) is not None:
             return Progress()  # in a further call of the function, the state of the one before is taken over
         try:
-            return self._reopened(self._restore(self._training.resume_from))
+            at = self._restore(self._training.resume_from)
         except CheckpointError as error:
             # A worker that joins a running world gets the state from the others, so it needs no checkpoint. But if the
             # others are lost before their first step, nobody has a state, and the error counts.
@@ -117,14 +119,21 @@ class CheckpointSchedule:
                 raise
             log.info("%s; the state comes from the other workers", error)
             return Progress()
+        # A training that had finished continues if there are more epochs now; one that has done them all finishes.
+        epochs = self._training.epochs
+        if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
+            return replace(at, phase=TrainingPhase.TRAIN)
+        if at.phase is TrainingPhase.TRAIN and at.position == 0 and at.epoch >= epochs:
+            return replace(at, phase=TrainingPhase.FINISH)
+        return at
 
     def _restore(self, name: str) -> Progress:
         contents = self.checkpoints.load(name)
-        written = contents.document["settings"]
+        then = contents.document["settings"]
         for key, value in self._settings.items():
-            if written.get(key) != value:
+            if then.get(key) != value:
                 raise CheckpointError(
-                    f"checkpoint {name} was written with {key}={written.get(key)!r}, but {key} is {value!r} now; use "
+                    f"checkpoint {name} was written with {key}={then.get(key)!r}, but {key} is {value!r} now; use "
                     "another run_id to start over"
                 )
         self._engine.check_conditions(contents.document.get("conditions", {}))
@@ -134,37 +143,15 @@ class CheckpointSchedule:
             raise
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"checkpoint {name} is of another model or optimizer: {error}") from error
-        load_callback_states(self._callbacks, contents.document["callbacks"])
+        states = contents.document["callbacks"]
+        have, written = [_class_name(each) for each in self._callbacks], [state["class"] for state in states]
+        if have != written:
+            raise CheckpointError(
+                f"the checkpoint was written with the callbacks {written}, but the callbacks are {have}"
+            )
+        for callback, state in zip(self._callbacks, states, strict=True):
+            callback.load_state_dict(state["state"])
         return at
-
-    def _reopened(self, at: Progress) -> Progress:
-        """Return the progress adapted to the present number of epochs.
-
-        A training that had finished continues if there are more epochs now; one that has done them all finishes.
-        """
-        epochs = self._training.epochs
-        if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
-            return replace(at, phase=TrainingPhase.TRAIN)
-        if at.phase is TrainingPhase.TRAIN and at.position == 0 and at.epoch >= epochs:
-            return replace(at, phase=TrainingPhase.FINISH)
-        return at
-
-
-def _settings_to_match(training: Training, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that must be equal when a training resumes from a checkpoint of this one.
-
-    The read order is among them, because `Progress.position` counts rows in it.
-    """
-    dataset, cache_bytes = training.dataset, training.cache_bytes
-    order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
-    return {
-        "rows": dataset.rows("train"),
-        "seed": training.seed,
-        "shuffle": training.shuffle,
-        "order": order,
-        **({"lanes": asdict(window_settings_of(dataset))} if order == "lanes" else {}),
-        "metrics": list(metrics),
-    }
 
 
 class CallbackStates:
@@ -184,15 +171,6 @@ class CallbackStates:
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
     """Return the states of the callbacks as they are written to a checkpoint."""
     return [{"class": _class_name(each), "state": dict(each.state_dict())} for each in callbacks]
-
-
-def load_callback_states(callbacks: Sequence[Callback], states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore what `callback_states` returned. Raises `CheckpointError` if the callbacks are of other classes."""
-    have, written = [_class_name(each) for each in callbacks], [state["class"] for state in states]
-    if have != written:
-        raise CheckpointError(f"the checkpoint was written with the callbacks {written}, but the callbacks are {have}")
-    for callback, state in zip(callbacks, states, strict=True):
-        callback.load_state_dict(state["state"])
 
 
 def _class_name(callback: Callback) -> str:
@@ -218,15 +196,13 @@ def save_timeout_s(environment: Mapping[str, str]) -> float:
 class ResultWriter:
     """Writes the result of a training on its own thread, with retries: hours of work must survive a storage failure.
 
-    Files that could not be written within the timeout are in `unsaved`.
+    Files that could not be written within `timeout_s` are in `unsaved`. A write that does not return is given up after
+    twice that time.
 
     Args:
         make_files: Returns the files by name, in the order in which they are written.
         before: Called before the first file is written.
         check: Raises `RunTakenError` if this process must not write any more; that is not retried.
-        notify: Shows a message to people.
-        timeout_s: Time after which a file is given up. A write that does not return is given up after twice the time.
-        wait: Sleeps for the given seconds; returns True at once if the writer is being closed.
     """
 
     def __init__(

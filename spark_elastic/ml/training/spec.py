@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.reporting.history import History
 
@@ -31,9 +30,8 @@ class CheckpointPlan:
     Attributes:
         every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
         every_seconds: Write one when this time has passed since the last.
-        keep: Number of the newest checkpoints that are kept.
-        best_of: Column of the history; the checkpoint of the best epoch by it is kept whatever its age.
-        mode: "min", "max" or "auto", as in `callbacks.Monitor`.
+        keep: Number of the newest checkpoints that are kept, besides the best epoch's by the column `best_of` and its
+            `mode` (see `callbacks.Monitor`).
     """
 
     every_epochs: int | None = 1
@@ -41,16 +39,6 @@ class CheckpointPlan:
     keep: int = 3
     best_of: str | None = None
     mode: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("every_epochs", "every_seconds"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
-        if self.keep < 1:
-            raise InvalidSettingsError(f"keep must be at least 1, not {self.keep!r}")
-        if self.mode not in ("auto", "min", "max"):
-            raise InvalidSettingsError(f'mode must be "auto", "min" or "max", not {self.mode!r}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,20 +51,14 @@ class Training:
     Attributes:
         dataset: The rows to train on; its split "validation", if it has one, is evaluated after every epoch.
         store: The folder of this run, for the trained model, the history and the checkpoints.
-        accumulation: Parts that each worker cuts its share of a batch into, to save memory. The gradient is that of the
-            whole batch, so this changes no result.
+        accumulation, clip_norm, clip_value, compression: `accumulation_steps`, `gradient_clip_norm` and so on.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
-        clip_norm: Bound of the norm of the reduced gradient.
-        clip_value: Bound of each value of the reduced gradient.
-        compression: Type of gradients on the wire: the name of one in `Compression`.
         checkpoints: None: only checkpoints that callbacks request are written.
-        resume_from: Name of the checkpoint to resume from, as `Checkpoints.latest` returns it.
+        resume_from: Name of the checkpoint to resume from.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
         driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they are told of the
             epochs, and not waited for; None: there are none.
-        input_shapes: Shape of one row of each input; None: as stored.
-        label_shapes: Shape of one row of each label; None: as stored.
     """
 
     dataset: Dataset
@@ -107,10 +89,6 @@ class Training:
     allow_nan_loss: bool = False
     driver_decides_s: float | None = None
     verbose: int = 1
-
-    def __post_init__(self) -> None:
-        if (self.batch_size is None) == (self.per_worker_batch_size is None):
-            raise InvalidSettingsError("give either batch_size or per_worker_batch_size")
 
     @property
     def validates(self) -> bool:
@@ -155,10 +133,6 @@ class Diverged:
     loss: float | None
 
 
-def _no_sums() -> Sums:
-    return np.zeros(0)
-
-
 def add_sums(sums: Sums, more: Sums) -> Sums:
     """Return the sum as a new vector; an empty `sums` counts as zeros."""
     return sums + more if sums.size else more.copy()
@@ -175,10 +149,8 @@ class Progress:
 
     Attributes:
         position: Rows of the epoch's order that were trained on.
-        step: Optimizer steps that were applied.
         serial: Steps and validation turns so far; orders checkpoints by age.
-        sums: Sums over this epoch's steps, as the engine measures them.
-        pieces: Metric states of this epoch's steps.
+        sums: Sums over this epoch's steps, as the engine measures them; `pieces` are their metric states.
         val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
         began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
         stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
@@ -191,10 +163,10 @@ class Progress:
     position: int = 0
     step: int = 0
     serial: int = 0
-    sums: Sums = field(default_factory=_no_sums)
+    sums: Sums = field(default_factory=lambda: np.zeros(0))
     pieces: tuple[Piece, ...] = ()
     val_position: int = 0
-    val_sums: Sums = field(default_factory=_no_sums)
+    val_sums: Sums = field(default_factory=lambda: np.zeros(0))
     val_pieces: tuple[Piece, ...] = ()
     began: float | None = None
     history: History = field(default_factory=History)
@@ -243,8 +215,6 @@ class TrainingResult:
     """The result of a training in one worker; equal in all workers but for the clock and where stated.
 
     Attributes:
-        steps: Optimizer steps.
-        epochs: Epochs that were done.
         stopped: Why the training ended before the last epoch; "" otherwise.
         restored: The epoch whose weights the trained model has; None: those of the last step.
         diverged: Why there is no trained model.

@@ -41,6 +41,7 @@ from spark_elastic.ml.training.spec import (
     add_sums,
 )
 from spark_elastic.reporting.progress import epoch_line
+from spark_elastic.wire import worker_link
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -54,11 +55,7 @@ other workers meanwhile that this one is not stuck."""
 class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
-    Attributes:
-        state: The elastic state; `state.at` is the progress of the training, with the next phase.
-        view: The training as callbacks and the reporter see it.
-        reporter: Sends the progress to the driver; None if the training is silent, or has no driver.
-        epoch_rows: Sends epochs to the callbacks on the driver; None if there are none.
+    `state.at` is the progress of the training, with the next phase; `view` shows it to callbacks and the reporter.
     """
 
     def __init__(
@@ -76,8 +73,9 @@ class Trainer:
         state.engine = engine
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
-        self.reporter = Reporter.of(self.view)
-        self.epoch_rows = EpochRows.of(self.view)
+        link, decides_s = worker_link.current(), training.driver_decides_s
+        self.reporter = None if link is None else Reporter(self.view, link)
+        self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
         self._checkpoints = checkpoints
         self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
@@ -328,10 +326,7 @@ class Trainer:
         self.state.check_host_updates()
 
     def _epoch_logs(self, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values of training and of validation.
-
-        They come from the sums and the clock of rank 0, so that all workers have the same bits.
-        """
+        """Return the values of training and of validation, computed of rank 0's sums: the same bits on all workers."""
         now = clock.wall()
         facts = torch.tensor([now - (at.began or now), now, *at.sums, *at.val_sums], dtype=torch.float64)
         broadcast_(facts, 0)
@@ -360,10 +355,22 @@ class Trainer:
 
     def _finish(self) -> None:
         """Write the model on the present rank 0, again if the previous one was lost, and wait for it on all workers."""
+        state = self.state
+        if state.at.diverged is None:
+            self._finish_model()
+        if state.at.diverged is None:
+            if self.view.rank == 0 and self._result_writer is None:
+                self._result_writer = self._start_result_writer()
+            self._wait_for_all()
+        else:  # without a model; checkpoints that were written before stay
+            if self.view.rank == 0:
+                self._drain_checkpoints()
+            barrier()
+        state.at = replace(state.at, phase=TrainingPhase.DONE, serial=state.at.serial + 1)
+
+    def _finish_model(self) -> None:
+        """Call the callbacks, and give the model its final weights. A weight that is NaN ends without a model."""
         state, engine = self.state, self.engine
-        if state.at.diverged is not None:
-            self._finish_without_model()
-            return
         engine.finish()
         engine.seed_callbacks(CallbackEvent.FIT_END, state.at.epoch)
         for callback in self.callbacks:
@@ -372,22 +379,6 @@ class Trainer:
             engine.use_best()
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
-            self._finish_without_model()
-            return
-        if self.view.rank == 0 and self._result_writer is None:
-            self._result_writer = self._start_result_writer()
-        self._wait_for_all()
-        self._done()
-
-    def _finish_without_model(self) -> None:
-        """End without a model; checkpoints that were written before stay."""
-        if self.view.rank == 0:
-            self._drain_checkpoints()
-        barrier()
-        self._done()
-
-    def _done(self) -> None:
-        self.state.at = replace(self.state.at, phase=TrainingPhase.DONE, serial=self.state.at.serial + 1)
 
     def _start_result_writer(self) -> ResultWriter:
         training, history = self.training, self.state.at.history
@@ -396,10 +387,7 @@ class Trainer:
         def make_files() -> dict[str, bytes]:
             return {name: model, HISTORY_FILE: history.dumps().encode()}
 
-        def check() -> None:
-            if training.fence is not None:
-                training.fence.check()
-
+        check = (lambda: None) if training.fence is None else training.fence.check
         before, timeout_s = self._drain_checkpoints, self._save_timeout_s
         return ResultWriter(training.store, make_files, check, notify, before=before, timeout_s=timeout_s)
 

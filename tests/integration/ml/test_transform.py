@@ -20,9 +20,9 @@ from spark_elastic import ElasticTorchModel
 from spark_elastic.data.manifest import TensorField
 from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.persistence import trusted_files
-from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.trust import TRUST_VARIABLE
 from spark_elastic.reporting.history import History
 from tests.integration.ml.modules import Logging, TwoInputs

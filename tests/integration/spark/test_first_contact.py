@@ -297,7 +297,7 @@ OTHER_PYTHON = """
     from spark_elastic.data.manifest import TensorField
     from spark_elastic.errors import ExecutorPythonError
     from spark_elastic.ml.model import Fitted
-    from spark_elastic.ml.serving import OutputShape
+    from spark_elastic.ml.added_columns import OutputShape
     from spark_elastic.ml.torch.model import ElasticTorchModel
 
     spark = SparkSession.builder.master(sys.argv[1] if sys.argv[1:] else "local-cluster[1,1,1024]")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.order.permutation import EpochOrder
-from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.batches import TensorFlowBatches, deal
 
 
 @pytest.mark.parametrize(("rows", "batches", "size"), [(90, 10, 3), (7, 7, 3), (11, 3, 5), (64, 1, 1), (5, 2, 4)])
@@ -33,8 +33,7 @@ def test_batches_that_are_left_are_those_of_the_whole_epoch():
 
 
 def shares_of(*batches):
-    edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
-    return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)
+    return [np.array(batch, np.int64) for batch in batches]
 
 
 def test_each_iterator_has_the_rows_that_were_set_last_and_ends():

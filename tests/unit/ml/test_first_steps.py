@@ -8,8 +8,8 @@ import pytest
 
 from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.keras.compiling import check_order
-from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.reporting.progress import stop_line
 

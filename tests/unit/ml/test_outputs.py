@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql.pandas.types import to_arrow_type
 
 from spark_elastic.errors import DataError
-from spark_elastic.ml.serving import (
+from spark_elastic.ml.added_columns import (
     AddedColumn,
     OutputShape,
     arrow_array,

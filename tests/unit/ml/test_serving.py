@@ -17,7 +17,8 @@ from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, St
 from spark_elastic.data.arrow_values import missing_rows
 from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError
-from spark_elastic.ml.serving import AddedColumn, FeatureReader, OutputShape, Serving, tensors_for
+from spark_elastic.ml.added_columns import AddedColumn, OutputShape
+from spark_elastic.ml.serving import FeatureReader, Serving, tensors_for
 
 SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))

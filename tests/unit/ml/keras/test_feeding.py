@@ -193,21 +193,6 @@ def test_stopping_early_closes_the_generator(tmp_path):
     assert closed == [True, True]
 
 
-def test_aligned_memory_becomes_a_tensor_without_a_copy(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, _ = feeding(tmp_path, columns)
-    whole = np.empty(1024 + 64, np.uint8)
-    start = -whole.ctypes.data % 64
-    features = whole[start : start + 96].view(np.float32).reshape(4, 6)
-    features[:] = 1.0
-    running = feed.batches(batch for batch in [Batch({**columns, "features_0": features}, 4, 4, 0, 4)])
-    feed._columns.of = lambda batch: {"features_0": batch["features_0"], "label_0": columns["label_0"][:4]}
-    tensors = next(running).parts[0].tensors
-    features[0, 0] = 77.0
-    assert float(tensors[0][0, 0]) == 77.0
-    running.close()
-
-
 def test_dataset_with_several_kinds_of_fields_is_trained_on(data, tmp_path):
     result = alone(make_training(data, tmp_path, rows="two inputs", model=trainings.embedded(), epochs=1))
     assert result["history"][0]["rows"] == trainings.ROWS

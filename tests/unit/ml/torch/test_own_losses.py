@@ -125,7 +125,7 @@ def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
             "metric hits compares each output",
         ),
         ({**ONE, "loss": None, "train_fn": called(all_pairs)}, DataError, r"train_fn compares .* label_0 \[4\]"),
-        ({**PICTURE, "loss": pixels}, DataError, r"pixels compares .* shapes \[4, 1, 2, 2\] and \[4, 2, 2\]"),
+        ({**PICTURE, "loss": pixels}, DataError, r"pixels .* \[4, 2, 2\] and output 0 \[4, 1, 2, 2\]"),
         ({**SCORES, "loss": contrastive}, InvalidSettingsError, "contrastive is not a mean .*loss_is_per_worker=True"),
         ({**SCORES, "loss": None, "train_fn": called(contrastive)}, InvalidSettingsError, "train_fn is not a mean"),
     ],
