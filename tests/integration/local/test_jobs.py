@@ -199,7 +199,8 @@ def test_workers_that_cannot_start_fail_the_job_with_their_stderr(start_job):
 
     with pytest.raises(WorkerStartError, match=r"libfoo.so: cannot open") as error:
         start_job(crashes).result(30)
-    assert error.value.attempts == 3
+    # the limit is three; the fourth process, on the other slot, may exit before the third one's stderr is reported
+    assert error.value.attempts in (3, 4)
 
 
 def test_a_result_that_cannot_be_pickled_says_so(start_job):
