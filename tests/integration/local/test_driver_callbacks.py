@@ -64,27 +64,17 @@ class Pruned(Exception):
     pass
 
 
-class Raising(Watch):
-    def __init__(self, event: str) -> None:
-        super().__init__()
-        self.error = Pruned(event)
-        setattr(self, event, self.throw)
+def test_error_of_a_callback_ends_the_fit_as_itself_and_leaves_nothing(rows: Dataset) -> None:
+    error, other = Pruned(), Watch()
 
-    def throw(self, about: Any) -> Any:
-        raise self.error
+    class Raising(Watch):
+        def on_epoch_end(self, row: Any) -> Any:
+            raise error
 
-
-@pytest.mark.parametrize(
-    "event",
-    ["on_fit_start", "on_epoch_end", "on_membership_change", pytest.param("on_fit_end", marks=pytest.mark.soak)],
-)
-def test_error_of_a_callback_ends_the_fit_as_itself_and_leaves_nothing(event: str, rows: Dataset) -> None:
-    callback, other = Raising(event), Watch()
     with pytest.raises(Pruned) as raised:
-        estimator(other, callback, num_proc=1).from_dataset_path(rows)
-    assert raised.value is callback.error
-    assert len(other.results) == 1
-    assert other.results[0].error is (None if event == "on_fit_end" else callback.error)
+        estimator(other, Raising(), num_proc=1).from_dataset_path(rows)
+    assert raised.value is error
+    assert [each.error for each in other.results] == [error]
 
 
 @pytest.mark.soak
@@ -152,26 +142,6 @@ def test_training_does_not_wait_for_a_hanging_callback_beyond_its_time(rows: Dat
     assert over.is_set()
     assert time.monotonic() - start < 60
     assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "rows that queued up come later"
-
-
-@pytest.mark.soak
-def test_two_fits_in_two_threads_share_a_callback_and_keep_their_threads(rows: Dataset) -> None:
-    events: dict[str, list[int]] = {"first": [], "second": []}
-
-    class Shared(DriverCallback):
-        def on_epoch_end(self, row: Any) -> Any:
-            events[threading.current_thread().name].append(row["epoch"])
-
-    shared = Shared()
-    fits = [
-        threading.Thread(target=lambda: estimator(shared, num_proc=1, epochs=3).from_dataset_path(rows), name=name)
-        for name in events
-    ]
-    for fit in fits:
-        fit.start()
-    for fit in fits:
-        fit.join()
-    assert events == {"first": [0, 1, 2], "second": [0, 1, 2]}
 
 
 def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:

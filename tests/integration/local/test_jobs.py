@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic import LocalLauncher
 from spark_elastic.errors import (
     JobCancelledError,
     NotEnoughSlotsError,
@@ -38,10 +37,6 @@ def wait_for_round(job, round, size):
     wait_until(
         lambda: any(w.round >= round and w.size == size for w in worlds(job)), WAIT_S, f"round {round} of {size}"
     )
-
-
-def test_results_come_by_rank(start_job):
-    assert start_job(loops.rank_and_size, num_proc=3).result(60) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
@@ -271,22 +266,6 @@ def test_the_environment_reaches_the_workers(start_job):
     assert start_job(reads, env={"GREETING": "hi"}).result(30) == [("hi", "1")] * 2
 
 
-def test_no_key_is_visible_from_outside(start_job):
-    def inspects():
-        loops.rank_and_size()
-        places = [
-            Path(f"/proc/{pid}/{what}").read_bytes()
-            for pid in ("self", os.getppid())
-            for what in ("environ", "cmdline")
-        ]
-        from spark_elastic.wire import worker_link
-
-        key = worker_link.current()._key
-        return any(key in place or key.hex().encode() in place for place in places)
-
-    assert start_job(inspects).result(30) == [False, False]
-
-
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_workers_are_gone_when_the_driver_process_is_killed(tmp_path, name):
     import subprocess
@@ -303,15 +282,3 @@ run(loops.steps, ({str(tmp_path)!r}, 10**6), num_proc=2, launcher=LocalLauncher(
     driver.wait(WAIT_S)
     for pid in pids:
         wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"worker {pid} is gone")
-
-
-def test_one_launcher_serves_one_job_after_the_other_and_two_at_once(start_job, tmp_path):
-    launcher = LocalLauncher(preimport=())
-    for _ in range(2):
-        assert start_job(loops.rank_and_size, launcher=launcher).result(60) == [(0, 2), (1, 2)]
-    long = start_job(loops.steps, (str(tmp_path), 10**6), launcher=launcher)
-    pid_of(tmp_path, 0, 1)
-    assert start_job(loops.rank_and_size, launcher=launcher).result(60) == [(0, 2), (1, 2)]
-    wait_until(Path(tmp_path, "step-5").exists, WAIT_S, "step 5 of the first job")
-    assert not long.done()
-    long.cancel()
