@@ -11,13 +11,9 @@ import pytest
 from spark_elastic import run
 from spark_elastic.errors import (
     ExecutorPythonError,
-    InvalidSettingsError,
     JobCancelledError,
     NotEnoughSlotsError,
-    NotPicklableError,
     ResultError,
-    UnknownInterfaceError,
-    UserFunctionError,
 )
 from tests.integration.clusters import local
 from tests.integration.local import loops
@@ -32,36 +28,6 @@ pytestmark = pytest.mark.cluster
 def cluster():
     with local(3, spark_driver_maxResultSize="8m") as running:
         yield running
-
-
-def test_a_bug_fails_the_job_once_and_is_told_with_rank_host_and_traceback(jobs, tmp_path):
-    def buggy(folder):
-        Path(folder, str(os.getpid())).touch()
-        rank, _ = loops.rank_and_size()
-        if rank == 1:
-            raise KeyError("lable")
-        threading.Event().wait()
-
-    job = jobs.start(buggy, (str(tmp_path),), num_proc=2)
-    with pytest.raises(UserFunctionError, match=r"rank 1 on 127\.0\.0\.1 raised KeyError: 'lable'") as error:
-        job.result(120)
-    assert "in buggy" in error.value.traceback
-    assert len(list(tmp_path.glob("[0-9]*"))) == 2
-
-
-def test_what_can_be_known_to_be_wrong_is_refused_before_anything_runs(jobs):
-    lock = threading.Lock()
-
-    def captures():
-        return lock
-
-    with pytest.raises(NotPicklableError, match="lock"):
-        jobs.start(captures)
-    with pytest.raises(InvalidSettingsError, match="min_num_proc=3 is larger than num_proc=2"):
-        jobs.start(abs, (-1,), num_proc=2, min_num_proc=3, max_num_proc=2)
-    with pytest.raises(InvalidSettingsError, match="num_proc must be at least 1, not 0"):
-        jobs.start(abs, (-1,), num_proc=0)
-    assert active_jobs(jobs.cluster) == []
 
 
 def test_too_few_slots_are_told_with_the_numbers(jobs):
@@ -79,12 +45,6 @@ def test_slots_that_exist_but_are_busy_are_told_apart(jobs):
     with pytest.raises(NotEnoughSlotsError, match="never 2 free at the same time"):
         job.result(60)
     assert len(finished(busy, diary)) == 3
-
-
-def test_a_network_interface_that_does_not_exist(jobs):
-    job = jobs.start(abs, (-1,), num_proc=2, nics="wlan7")
-    with pytest.raises(UnknownInterfaceError, match=r"has no interface 'wlan7' that is up; it has .*lo \(127"):
-        job.result(60)
 
 
 def test_a_python_that_does_not_exist_is_named(jobs, monkeypatch):
@@ -163,17 +123,3 @@ def test_a_job_can_be_cancelled_at_any_time(jobs):
     diary.wait_for_world(3)
     cancelled(job, "while it trains")
     diary.check(job)
-
-
-@pytest.mark.soak
-def test_two_jobs_at_once_keep_out_of_each_other_s_way(jobs):
-    (one, ones), (two, twos) = jobs.train(1, max_num_proc=2), jobs.train(1)
-    first, second = ones.wait_for_world(2), twos.wait_for_world(1)
-    os.kill(first[1]["pid"], signal.SIGKILL)
-    again = ones.wait_for_world(2, after=first[0]["round"])
-    os.kill(again[0]["agent"], signal.SIGKILL)
-    ones.wait_for_world(2, after=again[0]["round"])
-    (result,) = finished(two, twos)
-    assert result["pid"] == second[0]["pid"]
-    assert result["round"] == 1
-    assert len(finished(one, ones)) == 2

@@ -61,21 +61,6 @@ def test_large_result_comes_whole(cluster):
     launcher.close(WAIT_S)
 
 
-def test_two_launchers_of_one_context_do_not_mix_their_slots(cluster, tmp_path):
-    first, first_ends = launcher_of(cluster, f"stay {tmp_path}")
-    second, second_ends = launcher_of(cluster, "return second")
-    first.launch(0)
-    started(tmp_path, 1)
-    for slot in range(6):
-        second.launch(slot)
-    assert {outcome.result for _, _, outcome, _ in second_ends.wait_for(6)} == {b"second"}
-    assert first_ends.seen == []
-    second.close(WAIT_S)
-    assert first_ends.seen == []
-    first.close(WAIT_S)
-    assert [why for _, why, _, _ in first_ends.wait_for(1)] == ["the job is over"]
-
-
 @pytest.mark.parametrize("how", ["all", "job", "group"])
 def test_slots_that_the_user_cancels_end_with_that_reason(cluster, tmp_path, how):
     launcher, ends = launcher_of(cluster, f"stay {tmp_path}")
