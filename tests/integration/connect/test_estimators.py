@@ -133,24 +133,3 @@ def test_rows_that_cannot_be_stored_are_named(session, points):
     failing = points.selectExpr("`a.b`", "assert_true(z < 4) is null as q", "z", "y").filter("q")
     with pytest.raises(DataError, match="could not be written"):
         estimator(data_options={"allow_nan": False}).fit(failing)
-
-
-@pytest.mark.soak
-def test_keras_estimator_fits_and_predicts(points):
-    keras = pytest.importorskip("keras")
-    pytest.importorskip("tensorflow")
-    from spark_elastic import ElasticKerasEstimator
-
-    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    fitted = ElasticKerasEstimator(
-        model=net,
-        optimizer=keras.optimizers.Adam(0.1),
-        loss="mse",
-        feature_cols=["a.b", "z"],
-        label_cols=["y"],
-        epochs=4,
-        num_proc=2,
-        verbose=0,
-    ).fit(points)
-    assert len(fitted.history) == 4
-    assert rmse(fitted.transform(points)) < rmse(points.selectExpr("y", "0d as prediction"))

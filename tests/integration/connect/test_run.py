@@ -16,7 +16,7 @@ pytest.importorskip("grpc")
 
 import spark_elastic
 from spark_elastic.driver import preflight
-from spark_elastic.errors import DriverUnreachableError, JobCancelledError, NotEnoughSlotsError
+from spark_elastic.errors import DriverUnreachableError, JobCancelledError
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone, wait_until
@@ -156,16 +156,6 @@ def test_interrupted_program_leaves_no_query_behind(server, session):
     assert_gone(server.workers, GONE_S)
     with nothing_imported_ahead():  # in all slots, so no query has kept one
         assert spark_elastic.run(lambda: 1, num_proc=3, spark=session, start_timeout=10, verbose=0) == [1, 1, 1]
-
-
-def test_more_workers_than_slots_is_an_error_at_once(session):
-    with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[3\] has 3"):
-        spark_elastic.run(lambda: None, num_proc=5, spark=session, verbose=0)
-
-
-def test_number_of_workers_is_that_of_the_slots_by_default(session):
-    with nothing_imported_ahead():
-        assert spark_elastic.run(lambda: 1, spark=session, verbose=0) == [1, 1, 1]
 
 
 def test_active_connect_session_is_used_without_spark(session, monkeypatch):
