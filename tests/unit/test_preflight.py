@@ -96,14 +96,6 @@ def test_java_major_version_is_read_in_the_old_and_the_new_form(said, major):
     assert preflight.java_major_version(said) == major
 
 
-def test_call_that_can_be_pickled_comes_back_as_it_was():
-    import cloudpickle
-
-    factor = 3
-    fn, args, kwargs = cloudpickle.loads(preflight.pickled(lambda x, y: x * y * factor, (2,), {"y": 5}))
-    assert fn(*args, **kwargs) == 30
-
-
 def test_captured_object_that_cannot_be_pickled_is_named_by_its_path():
     model = Model()
 

@@ -11,8 +11,6 @@ from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.materialization import materialize
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 
-NAN = float("nan")
-
 
 def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
     """Return the error of a write, after a check that nothing was left in the store."""
@@ -34,15 +32,6 @@ def test_the_rows_of_all_tasks_are_counted_together(spark, store):
     error = refused(spark, store, "x float, y int", values, parts=2, tensors={"x": "x", "y": "y"})
     assert (error.column, error.rows, error.found) == ("y", 10, "null")
     assert "10 of 40 rows" in str(error)
-
-
-def test_all_faults_of_a_batch_are_reported_together(spark, store):
-    error = refused(spark, store, "x float, y int", [(NAN, 1), (1.0, None)], tensors={"y": "y", "x": "x"})
-    assert "column 'y'" in str(error)
-    # NaN is only searched for in columns without nulls
-    assert (
-        refused(spark, store, "x float, z float", [(NAN, NAN)], tensors={"x": "x", "z": "z"}).args[0].count("NaN") == 2
-    )
 
 
 @pytest.mark.parametrize(("kind", "value"), [("float", 1.0), ("bigint", 2**60 + 1)])

@@ -169,31 +169,6 @@ def test_concurrent_fits_on_one_dataset_id_write_once(spark, store, table):
     assert found == [found[0]] * 4
 
 
-def test_one_of_two_concurrent_writers_commits_and_both_read_it(spark, store, table):
-    """The other process is simulated by a dataset that is committed while ours is being written."""
-    frame = spark.read.parquet(table)
-    theirs = materialize(frame, X, store=store)
-    text = theirs.store.read_bytes(MANIFEST_NAME)
-    theirs.store.delete(MANIFEST_NAME)
-    url = theirs.store.url
-
-    @F.udf("long")
-    def commit_meanwhile(x):
-        from spark_elastic.data.store import Store
-
-        Store.create(url).write_bytes(MANIFEST_NAME, text)
-        return x
-
-    from spark_elastic.data import materialization as module
-
-    request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
-    racing = frame.select(commit_meanwhile("x").alias("x"))
-    ours = module._write(racing, request, theirs.store, False, 0)
-    assert ours.manifest == theirs.manifest
-    runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
-    assert len(runs) == 1  # the slower write left nothing
-
-
 def test_datasets_are_deleted_at_exit_unless_kept(spark, store, table):
     frame = spark.read.parquet(table)
     gone = materialize(frame, X, store=store)

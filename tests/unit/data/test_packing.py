@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import zlib
 
 import numpy as np
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.manifest import MANIFEST_NAME, Kind, seal
+from spark_elastic.data.manifest import MANIFEST_NAME, seal
 from spark_elastic.errors import DataError, DatasetError
-from tests.unit.data.datasets import field_of
 
 
 def records(dataset, split="train"):
@@ -67,13 +65,6 @@ def test_files_end_at_whole_pages_except_the_last(tmp_path):
     np.testing.assert_array_equal(records(dataset)["label_0"], np.arange(rows))
 
 
-def test_a_large_sidecar_ends_a_file_too(tmp_path):
-    rows = 3 * 256
-    dataset = pack({"image": [bytes([n % 251]) * 1000 for n in range(rows)]}, tmp_path, shard_bytes=100_000)
-    assert [shard.rows for shard in dataset.manifest.splits["train"]] == [256, 256, 256]
-    assert sidecar_values(dataset, "image") == [bytes([n % 251]) * 1000 for n in range(rows)]
-
-
 def test_checksums_are_those_of_the_files(tmp_path):
     dataset = pack({"text": ["a", "bc"], **table(2)}, tmp_path)
     (shard,) = dataset.manifest.splits["train"]
@@ -97,39 +88,12 @@ def test_gaps_between_fields_hold_zeros_and_not_what_the_memory_held_before(tmp_
     assert not stored[:, gap].any()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
-    dense = np.zeros((5, 11), dtype)
-    dense[0, 3], dense[2, [0, 10]], dense[4, 5:8] = 1.5, (2, -3), (7, 8, 9)
-    dataset = pack({"x": dense}, tmp_path, sparse=["x"])
-    assert field_of(dataset, "x").kind is Kind.SPARSE
-    again = np.zeros_like(dense)
-    for row, data in enumerate(sidecar_values(dataset, "x")):
-        count = len(data) // (4 + again.itemsize)
-        again[row, np.frombuffer(data[: 4 * count], np.int32)] = np.frombuffer(data[4 * count :], dtype)
-    np.testing.assert_array_equal(again, dense)
-
-
-def test_arrays_of_variable_length_keep_their_dtype(tmp_path):
-    values = [np.arange(n, dtype=np.int16) for n in (3, 0, 5)]
-    dataset = pack({"tokens": values}, tmp_path)
-    assert (field_of(dataset, "tokens").kind, field_of(dataset, "tokens").dtype) == (Kind.ARRAY, "<i2")
-    assert [np.frombuffer(data, "<i2").tolist() for data in sidecar_values(dataset, "tokens")] == [
-        value.tolist() for value in values
-    ]
-
-
 def test_dataset_can_be_in_any_store():
     dataset = pack(table(10), "memory://sets/one")
     assert records(Dataset.open("memory://sets/one"))["label_0"].tolist() == list(range(10))
     dataset.delete()
     with pytest.raises(DatasetError, match="holds no manifest"):
         Dataset.open("memory://sets/one")
-
-
-def test_dataset_can_be_pickled(tmp_path):
-    dataset = pack(table(4), tmp_path)
-    assert pickle.loads(pickle.dumps(dataset)) == dataset
 
 
 @pytest.mark.parametrize(

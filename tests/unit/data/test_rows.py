@@ -19,18 +19,6 @@ SHARD_ROWS = st.lists(st.sampled_from([0, 1, 5, RUN - 1, RUN, RUN + 1, 3 * RUN])
 mapped_here = pytest.mark.skipif(not can_map(), reason="files are gathered one by one on this system")
 
 
-@given(shard_rows=SHARD_ROWS)
-def test_every_row_has_a_number_and_few_of_them_come_last(shard_rows):
-    numbering = Numbering(shard_rows, RUN)
-    numbers = np.arange(sum(shard_rows))
-    assert numbering.rows == len(numbers)
-    shards, rows = numbering.places(numbers)
-    assert sorted(zip(shards.tolist(), rows.tolist(), strict=True)) == [
-        (shard, row) for shard, count in enumerate(shard_rows) for row in range(count)
-    ]
-    assert numbering.rows - numbering.joined < RUN * max(1, len(shard_rows))
-
-
 LARGE = (2 << 20) // LAYOUT.stride + 1
 
 
@@ -65,24 +53,6 @@ def test_shards_join_without_gaps_if_gaps_would_cost_too_much(shard_rows, run, s
     assert placement.starts == np.cumsum([0, *shard_rows[:-1]]).tolist()
     fewer = Placement.best(Numbering([4096] * 3, 4096), 4095)
     assert fewer.starts[1] == 2 << 20
-
-
-@given(shard_rows=SHARD_ROWS)
-def test_positions_of_the_files_and_numbers_are_each_others_inverse(shard_rows):
-    numbering = Numbering(shard_rows, RUN)
-    shards, rows = numbering.places(numbering.in_file_order(np.arange(numbering.rows)))
-    starts = np.cumsum([0, *shard_rows])
-    assert (starts[shards] + rows == np.arange(numbering.rows)).all()
-
-
-@given(shard_rows=SHARD_ROWS, data=st.data())
-def test_a_range_of_numbers_is_a_few_ranges_of_shards(shard_rows, data):
-    numbering = Numbering(shard_rows, RUN)
-    start = data.draw(st.integers(0, numbering.rows))
-    stop = data.draw(st.integers(start, numbering.rows))
-    found = [(shard, row) for shard, first, last in numbering.ranges(start, stop) for row in range(first, last)]
-    shards, rows = numbering.places(np.arange(start, stop))
-    assert found == list(zip(shards.tolist(), rows.tolist(), strict=True))
 
 
 @mapped_here

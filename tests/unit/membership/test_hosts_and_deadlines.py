@@ -6,13 +6,6 @@ from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.topology import HostSet, HostUpdate
 
 
-def test_known_hosts_keep_their_place_and_new_ones_follow() -> None:
-    before, _ = HostSet().updated({"b": 1, "a": 2})
-    after, update = before.updated({"c": 1, "a": 2, "b": 1})
-    assert after.hosts == ("b", "a", "c")
-    assert update is HostUpdate.ADDED
-
-
 @pytest.mark.parametrize(
     ("observed", "update"),
     [
@@ -38,11 +31,6 @@ def test_a_host_that_comes_back_goes_to_the_end() -> None:
     assert (hosts.slots_of("a"), hosts.slots_of("x"), "b" in hosts) == (1, 0, True)
 
 
-def test_negative_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="-1 slots"):
-        HostSet().updated({"a": -1})
-
-
 def test_a_timer_set_again_fires_once_at_its_new_time() -> None:
     timers: Timers[str] = Timers()
     timers.set("x", 5.0)
@@ -51,14 +39,6 @@ def test_a_timer_set_again_fires_once_at_its_new_time() -> None:
     assert timers.next() == 7.0
     assert timers.pop(6.9) is None
     assert (timers.pop(7.0), timers.pop(7.0), timers.next()) == ("x", None, None)
-
-
-def test_a_cancelled_timer_does_not_fire() -> None:
-    timers: Timers[str] = Timers()
-    timers.set("x", 1.0)
-    timers.set("y", 2.0)
-    timers.cancel("x")
-    assert timers.pop(5.0) == "y"
 
 
 def test_a_timer_that_moves_all_the_time_does_not_pile_up() -> None:

@@ -132,20 +132,6 @@ def test_polling_completes_a_reduction_that_the_other_rank_has_only_launched():
     assert together(only_one_polls, 2) == [[2.0] * 10] * 2
 
 
-def different_sizes():
-    hvd.init()
-    try:
-        hvd.allreduce(torch.ones(3 + hvd.rank()))
-    except UsageError as error:
-        return str(error)
-
-
-def test_tensors_that_do_not_match_are_a_usage_error():
-    for message in together(different_sizes, 2):
-        assert "rank 0: float32 [3]" in message
-        assert "rank 1: float32 [4]" in message
-
-
 # --- peers that are gone --------------------------------------------------------------------------
 
 

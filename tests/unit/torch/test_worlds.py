@@ -11,14 +11,12 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import gloo
-from spark_elastic.collective.gloo_shutdown import graveyard
 from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.elastic.loop import frontend
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle
-from tests.unit.world_link import STALL_TIMEOUT_S, link, tell
+from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
 
 
@@ -84,39 +82,6 @@ def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
             assert "worker 3 is gone" in second
 
 
-def limits_of_gloo():
-    hvd.init()
-    group = process.group("global")
-    return group.pg.options._timeout.total_seconds()
-
-
-def test_gloos_own_timeout_leaves_the_driver_time_to_act_at_a_stall():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(limits_of_gloo, count=2)
-        assert min(driver.results(2)) > STALL_TIMEOUT_S
-
-
-def stops_before_connecting():
-    from spark_elastic.collective.group import Group
-
-    def stopped(self):
-        tell("stopped")
-        threading.Event().wait()
-
-    if link().worker == 2:
-        Group.connect = stopped
-    hvd.init()
-    return hvd.size(), process.assignment.world.round
-
-
-def test_a_member_lost_while_the_world_connects_does_not_delay_the_others():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(stops_before_connecting, count=2)
-        driver.wait(lambda: driver.told("stopped"))
-        driver.evict(2)
-        assert driver.results(1) == [(1, 2)]
-
-
 def forks():
     hvd.init()
     child = os.fork()
@@ -177,22 +142,6 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}
-
-
-def connects_again():
-    hvd.init()
-    sums = []
-    for _ in range(3):
-        sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
-        process.leave()
-    threads_settle(threading.active_count() - 1)  # the thread that destroys the groups
-    return sums, len(gloo._devices), len(graveyard._groups)
-
-
-def test_one_device_connects_group_after_group():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(connects_again, count=2)
-        assert driver.results(2) == [([2.0] * 3, 1, 0)] * 2
 
 
 def connections_of_each_world(times: int):
