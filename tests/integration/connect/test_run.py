@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -107,28 +106,11 @@ def test_large_function_and_large_results_do_not_travel_in_one_message(session):
         assert spark_elastic.run(reverse, num_proc=2, spark=session, verbose=0) == [given[::-1]] * 2
 
 
-def test_exception_of_the_function_is_the_one_of_classic_spark(session):
-    def fail():
-        raise ValueError("no such column: price")
-
-    with nothing_imported_ahead(), pytest.raises(spark_elastic.errors.UserFunctionError, match="no such column: price"):
-        spark_elastic.run(fail, num_proc=2, spark=session, verbose=0)
-
-
 def test_address_that_executors_do_not_reach_is_an_error_within_10_s(session):
     began = time.monotonic()
     with pytest.raises(DriverUnreachableError, match=r"192\.0\.2\.1: .*name the address .*driver_host="):
         spark_elastic.run(lambda: None, num_proc=1, spark=session, driver_host="192.0.2.1", verbose=0)
     assert time.monotonic() - began < 10.0
-
-
-def test_driver_listens_at_the_port_that_was_given(session, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job, diary = start_training(session, tmp_path, num_proc=1, driver_port=port)
-    diary.wait_for_world(1)
-    socket.create_connection(("127.0.0.1", port), 5.0).close()
-    assert len(finished(job, diary)) == 1
 
 
 _PROGRAM = """

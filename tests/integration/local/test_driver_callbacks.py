@@ -64,19 +64,6 @@ class Pruned(Exception):
     pass
 
 
-def test_error_of_a_callback_ends_the_fit_as_itself_and_leaves_nothing(rows: Dataset) -> None:
-    error, other = Pruned(), Watch()
-
-    class Raising(Watch):
-        def on_epoch_end(self, row: Any) -> Any:
-            raise error
-
-    with pytest.raises(Pruned) as raised:
-        estimator(other, Raising(), num_proc=1).from_dataset_path(rows)
-    assert raised.value is error
-    assert [each.error for each in other.results] == [error]
-
-
 @pytest.mark.soak
 def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
     durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
@@ -200,16 +187,6 @@ def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     study.optimize(objective, n_trials=2)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
     assert len(study.trials[1].intermediate_values) < 4
-
-
-@pytest.mark.soak
-def test_epochs_that_are_repeated_from_a_checkpoint_are_not_reported_again(rows: Dataset, tmp_path: Path) -> None:
-    callback = Killing(tmp_path, (2,))
-    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
-    model = estimator(Pids(tmp_path), callback, **durable).from_dataset_path(rows)
-    assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "all workers were lost in epoch 2"
-    assert [row["epoch"] for row in model.history] == [0, 1, 2, 3]
-    assert len(callback.runs) == len(callback.results) == 1
 
 
 def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:

@@ -47,7 +47,7 @@ def test_a_worker_that_spins_is_removed_after_the_stall_timeout(start_job, tmp_p
     assert "waited for it in a collective" in left.why
 
 
-def use_sets_in_a_cycle(in_order):
+def use_sets_in_a_cycle():
     import torch
 
     import spark_elastic.torch as hvd
@@ -55,10 +55,6 @@ def use_sets_in_a_cycle(in_order):
     hvd.init()
     rank = hvd.rank()
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
-    if in_order:
-        for each in sets:
-            if each.included():
-                hvd.barrier(process_set=each)
     own = [sets[rank], sets[rank - 1]]
     try:
         handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum, process_set=each) for each in own]
@@ -68,6 +64,6 @@ def use_sets_in_a_cycle(in_order):
 
 
 def test_ranks_that_wait_at_first_uses_of_different_sets_are_told_what_to_do(start_job):
-    job = start_job(use_sets_in_a_cycle, (False,), num_proc=3, stall_timeout=3.0, preimport=("torch",))
+    job = start_job(use_sets_in_a_cycle, num_proc=3, stall_timeout=3.0, preimport=("torch",))
     with pytest.raises(UserFunctionError, match=r"first use of the process set of ranks \[\d, \d\].*in one order"):
         job.result(120)

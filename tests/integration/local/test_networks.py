@@ -5,43 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 
 import pytest
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import PortsTakenError
 from spark_elastic.membership.timeline import WorldBroken
-from tests.integration.local import loops
 from tests.integration.processes import wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
 
 WAIT_S = 60
-
-
-@contextlib.contextmanager
-def held_ports(count: int):
-    """Occupy ports that follow one another on 127.0.0.1 and yield their sockets."""
-    for _ in range(100):
-        with contextlib.ExitStack() as undo:
-            held = [undo.enter_context(socket.create_server(("127.0.0.1", 0)))]
-            first = held[0].getsockname()[1]
-            try:
-                held += [
-                    undo.enter_context(socket.create_server(("127.0.0.1", port)))
-                    for port in range(first + 1, first + count)
-                ]
-            except (OSError, OverflowError):
-                continue
-            yield held
-            return
-    raise AssertionError("no free ports in a row")
-
-
-def port_of(job) -> int:
-    return job._driver._peers.spec.driver_addresses[0][1]
 
 
 def addresses_in_use():
@@ -55,21 +29,6 @@ def test_all_connections_of_a_job_can_be_ipv6(start_job):
     job = start_job(addresses_in_use, hosts=("::1",))
     assert job.result(WAIT_S) == [["::1", "::1"]] * 2
     assert job._driver._peers.spec.driver_addresses[0][0] == "::1"
-
-
-def test_jobs_at_the_same_time_need_a_range_and_are_told_so(start_job, tmp_path):
-    with held_ports(2) as held:
-        first = held[0].getsockname()[1]
-    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=1, driver_port=first, verbose=0)
-    with pytest.raises(PortsTakenError, match=f"port {first} of driver_port is taken at 127.0.0.1; give a range"):
-        start_job(loops.rank_and_size, num_proc=1, driver_port=first)
-    ports = f"{first}-{first + 1}"
-    second = start_job(loops.rank_and_size, num_proc=1, driver_port=ports)
-    assert port_of(second) == first + 1
-    with pytest.raises(PortsTakenError, match=f"all 2 ports of driver_port='{ports}' are taken"):
-        start_job(loops.rank_and_size, num_proc=1, driver_port=ports)
-    assert second.result(WAIT_S) == [(0, 1)]
-    job.cancel()
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME, seal
@@ -263,61 +261,3 @@ def test_a_manifest_that_lost_a_sidecar_is_a_damaged_dataset(tmp_path):
     with Dataset.open(tmp_path).reader("train", batch_size=3) as reader, pytest.raises(DatasetError) as caught:
         next(iter(reader.epoch(0)))
     assert str(tmp_path) in str(caught.value)
-
-
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(1 << 60, 1 << 70)
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from(["O", "<f4", "S0", "V9", "f4,f4", "(2,2)f4", "<M8[s]", "train", "string", "a/../b", "\0"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def places(document, path=()):
-    """Return the paths of all values in a document."""
-    yield from [path] if path else []
-    entries = document.items() if isinstance(document, dict) else enumerate(document)
-    for key, value in entries if isinstance(document, (dict, list)) else ():
-        if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
-        else:
-            yield (*path, key)
-
-
-@given(data=st.data())
-@settings(max_examples=250)
-def test_any_invalid_manifest_raises_only_dataset_error(tmp_path_factory, data):
-    folder = tmp_path_factory.getbasetemp() / "fuzzed set"
-    if not folder.exists():
-        pack({**table(8), "text": ["abc"] * 8}, folder, validation=table(4) | {"text": ["d"] * 4})
-        (folder / "written").write_bytes((folder / MANIFEST_NAME).read_bytes())
-    document = json.loads(unsealed((folder / "written").read_bytes()))
-    for path in data.draw(st.sets(st.sampled_from(sorted(places(document), key=str)), min_size=1, max_size=2)):
-        parent = document
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            if data.draw(st.booleans()):
-                parent[path[-1]] = data.draw(PLAIN)
-            else:
-                del parent[path[-1]]
-        except (KeyError, IndexError, TypeError):  # its parent was changed before it
-            continue
-    (folder / MANIFEST_NAME).write_bytes(seal(document))
-    try:
-        dataset = Dataset.open(folder)
-        for split in dataset.splits:
-            assert dataset.rows(split) >= 0
-            with dataset.reader(split, batch_size=3) as reader:
-                for _ in reader.epoch(0):
-                    pass
-    except DatasetError as error:
-        complaint = str(error)
-    else:
-        return
-    assert str(folder) in complaint
