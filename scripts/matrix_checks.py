@@ -37,7 +37,6 @@ CHECKS = {
         "a training loop of one's own outlives `kill -9` of each of its workers and of a whole executor",
         (
             f"{_LOCAL}::test_workers_die_at_every_stage_of_a_round",
-            f"{_LOCAL}::test_loss_between_commits_undoes_no_step_of_a_loop_that_checks_each",
             "tests/integration/spark/test_local_cluster.py::test_an_executor_takes_its_two_workers_and_two_others_go_on",
         ),
     ),
@@ -69,11 +68,10 @@ CHECKS = {
         needs=(),
     ),
     "run": Check(
-        "`run` with fewer slots than workers, and with large arguments",
+        "`run` with fewer slots than workers",
         (
             f"{_LOCAL}::test_more_workers_than_there_can_ever_be_slots_are_refused_at_once",
             f"{_LOCAL}::test_a_job_that_can_do_with_the_slots_there_are_starts_with_them",
-            f"{_LOCAL}::test_arguments_of_megabytes_reach_every_worker",
         ),
     ),
     "protocol": Check(

@@ -44,12 +44,6 @@ def test_a_script_that_raises_ends_with_its_own_traceback(script, tmp_path):
     assert "    return 1 / 0" in message
 
 
-def test_settings_that_contradict_each_other_are_refused(script, tmp_path):
-    done = run([*LOCAL, "-np", "2", "--min-np", "3", script("")], tmp_path)
-    assert done.returncode == 2
-    assert "min_num_proc=3" in done.stderr
-
-
 def test_under_spark_submit_the_submitted_settings_win(script, tmp_path):
     path = script("import sys, helper\nprint('runs', helper.NAME, sys.argv[1:])", helper="NAME = 'with its helper'")
     submit = shutil.which("spark-submit", path=os.path.dirname(sys.executable))

@@ -32,20 +32,18 @@ def run(script, *args, cwd, **more):
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "options", "expected"),
+    ("script", "args", "expected"),
     [
-        ("elastic_classifier.py", ["--epochs", "6", "--lr", "0.1"], ON_SPARK, r"size 2 loss 0\.\d+ accuracy 0\.[89]"),
-        ("elastic_classifier.py", ["--epochs", "1", "--fp16-allreduce"], LOCALLY, r"size 2 loss"),
-        ("elastic_throughput.py", [], LOCALLY, r"size 2 iterations 5 steps/s \d+"),
-        ("tensorflow_tape.py", [], ON_SPARK, r"size 2 accuracy 0\.[89]\d* same True"),
+        ("elastic_classifier.py", ["--epochs", "6", "--lr", "0.1"], r"size 2 loss 0\.\d+ accuracy 0\.[89]"),
+        ("tensorflow_tape.py", [], r"size 2 accuracy 0\.[89]\d* same True"),
     ],
 )
-def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, options, expected, tmp_path):
-    assert re.search(expected, run(script, *args, options=options, cwd=tmp_path))
+def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, expected, tmp_path):
+    assert re.search(expected, run(script, *args, cwd=tmp_path))
 
 
-@pytest.mark.parametrize("more", [[], ["--gradient-predivide-factor", "2.0", "--clip", "1.0"]])
-def test_two_workers_learn_what_one_process_learns_from_batches_twice_as_large(more, tmp_path):
+def test_two_workers_learn_what_one_process_learns_from_batches_twice_as_large(tmp_path):
+    more = ["--gradient-predivide-factor", "2.0", "--clip", "1.0"]
     script = str(SCRIPTS / "plain_classifier.py")
     alone = finish([sys.executable, script, "--batch-size", "128", "--lr", "0.2", "--epochs", "6", *more], tmp_path)
     together = run("plain_classifier.py", "--epochs", "6", *more, options=LOCALLY, cwd=tmp_path)
@@ -115,11 +113,3 @@ def test_fit_with_horovod_s_callbacks_goes_on_when_a_worker_is_killed(tmp_path):
     epochs = [int(number) for number in re.findall(r"<stdout>:epoch (\d+) size", output)]
     assert epochs == sorted(epochs)
     assert sorted(set(epochs)) == list(range(1, 13))
-
-
-@pytest.mark.soak
-def test_a_tape_s_loop_goes_on_when_a_worker_is_killed(tmp_path):
-    words = command("tensorflow_tape.py", workers=3, options=[*LOCALLY, "--min-np", "1"])
-    output = output_with_a_kill(words, r"batch 40 size 3", tmp_path)
-    assert re.search(r"size \d accuracy 0\.[89]\d* same True", output), output
-    assert re.search(r"batch \d+ size 2", output)

@@ -159,7 +159,9 @@ def _dataset(folder: Path) -> Target:
         dataset = Dataset.open(folder / "set")
         dataset.verify()
         for split in dataset.splits:
-            dataset.rows(split)
+            with dataset.reader(split, batch_size=8) as reader:
+                for _ in reader.epoch(0):
+                    pass
 
     return Target(folder / "set" / MANIFEST_NAME, use)
 

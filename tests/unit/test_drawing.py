@@ -62,14 +62,6 @@ def test_a_picture_is_written_as_its_path_says(tmp_path, ending):
     assert path.stat().st_size > 1000
 
 
-def test_a_notebook_gets_one_picture():
-    assert draw_training(history(2), STORM, None)._repr_png_().startswith(b"\x89PNG")
-
-
-def test_a_history_without_rows_and_events_is_drawn_too():
-    assert draw_training(History([]), [], None).axes
-
-
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "spark_elastic.reporting.figure", raising=False)
     monkeypatch.delattr(reporting, "figure", raising=False)

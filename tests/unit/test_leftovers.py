@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import threading
 from pathlib import Path
 
-import pytest
-
-from tests.leftovers import NAMES, Before, nothing_left
+from tests.leftovers import NAMES
 
 PACKAGE = Path(__file__).parents[2] / "spark_elastic"
 MAKERS = {
@@ -37,31 +34,3 @@ def test_every_thread_of_the_package_has_a_name_that_says_so():
             assert names, f"{path.name}:{call.lineno}: a thread without a name"
             assert texts(names[0])[0].startswith(NAMES), f"{path.name}:{call.lineno}"
     assert found > 10
-
-
-def test_a_thread_of_ours_that_goes_on_is_named_and_those_of_others_may_go_on():
-    go = threading.Event()
-    before = Before()
-    for name in (f"{NAMES[0]} forgotten", "of a library"):
-        threading.Thread(target=go.wait, name=name).start()
-    try:
-        with pytest.raises(AssertionError, match=r"still there 0 s after the end: spark_elastic forgotten$"):
-            before.assert_no_threads_left(timeout_s=0)
-        Before().assert_no_threads_left(timeout_s=0)
-    finally:
-        go.set()
-    before.assert_nothing_left()
-
-
-def test_a_descriptor_that_stays_open_is_named(tmp_path):
-    before = Before()
-    with (tmp_path / "forgotten").open("w"), pytest.raises(AssertionError, match=r"-> /.*/forgotten$"):
-        before.assert_nothing_left(timeout_s=0)
-    before.assert_nothing_left()
-
-
-def test_what_needs_a_moment_to_end_has_it():
-    go = threading.Event()
-    with nothing_left():
-        threading.Thread(target=go.wait, name=f"{NAMES[1]}-slow").start()
-        threading.Timer(0.05, go.set).start()

@@ -63,7 +63,7 @@ def test_java_home_that_has_no_java_is_named(monkeypatch, tmp_path):
         preflight.check_java()
 
 
-def fake_java(folder, says, code=0):
+def fake_java(folder, says, code):
     java = folder / "bin" / "java"
     java.parent.mkdir()
     java.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit {code}\n")
@@ -71,15 +71,16 @@ def fake_java(folder, says, code=0):
     return str(folder)
 
 
-def test_java_that_is_too_old_is_refused_with_both_versions(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAVA_HOME", fake_java(tmp_path, 'openjdk version "11.0.2" 2019-01-15'))
-    with pytest.raises(JavaNotFoundError, match="is Java 11 and 17 or newer is needed"):
-        preflight.check_java()
-
-
-def test_java_stub_of_macos_counts_as_no_java(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAVA_HOME", fake_java(tmp_path, "Unable to locate a Java Runtime.", code=1))
-    with pytest.raises(JavaNotFoundError, match="Unable to locate a Java Runtime"):
+@pytest.mark.parametrize(
+    ("says", "code", "error"),
+    [
+        ('openjdk version "11.0.2" 2019-01-15', 0, "is Java 11 and 17 or newer is needed"),
+        ("Unable to locate a Java Runtime.", 1, "Unable to locate a Java Runtime"),  # the stub of macOS
+    ],
+)
+def test_java_that_is_too_old_or_none_is_refused_with_what_it_says(monkeypatch, tmp_path, says, code, error):
+    monkeypatch.setenv("JAVA_HOME", fake_java(tmp_path, says, code))
+    with pytest.raises(JavaNotFoundError, match=error):
         preflight.check_java()
 
 
@@ -94,14 +95,6 @@ def test_java_stub_of_macos_counts_as_no_java(monkeypatch, tmp_path):
 )
 def test_java_major_version_is_read_in_the_old_and_the_new_form(said, major):
     assert preflight.java_major_version(said) == major
-
-
-def test_call_that_can_be_pickled_comes_back_as_it_was():
-    import cloudpickle
-
-    factor = 3
-    fn, args, kwargs = cloudpickle.loads(preflight.pickled(lambda x, y: x * y * factor, (2,), {"y": 5}))
-    assert fn(*args, **kwargs) == 30
 
 
 def test_captured_object_that_cannot_be_pickled_is_named_by_its_path():

@@ -4,7 +4,6 @@ import pytest
 
 from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.driver.spark.slot_queue import QueuedLauncher, SlotQueue
-from spark_elastic.membership.reasons import reported
 from spark_elastic.membership.states import AgentOutcome
 
 
@@ -132,16 +131,6 @@ def test_launches_beyond_the_minimum_without_an_agent_are_taken_back_for_another
     assert len(a.running) == 4  # with one that had been held back
 
 
-def test_launcher_behind_the_queue_learns_which_slots_have_agents(queue):
-    cluster = Cluster(capacity=2)
-    job = Job(cluster, queue, "one", need=1, most=2)
-    settle(cluster, job)
-    assert job.inner.present == {0, 1}
-    job.inner.end(1, "the executor is lost")
-    job.sees_its_agents()
-    assert job.inner.present == {0}
-
-
 def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(queue):
     cluster = Cluster(2)
     a = Job(cluster, queue, "a", need=1, most=2)
@@ -163,14 +152,6 @@ def test_slot_whose_agent_was_admitted_is_not_taken_back(queue):
     assert not a.launcher.admit(0, 1)
 
 
-def test_slots_that_are_taken_back_do_not_end_for_the_driver(queue):
-    cluster = Cluster(1)
-    a = Job(cluster, queue, "a", need=1, most=3)
-    settle(cluster, a)
-    Job(cluster, queue, "b", need=1, most=1)
-    assert a.ended == []
-
-
 def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_begun(queue):
     cluster = Cluster(4)
     a, b = Job(cluster, queue, "a", 3, 3), Job(cluster, queue, "b", 3, 3)
@@ -186,19 +167,6 @@ def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_beg
     assert b.ended == []
 
 
-def test_job_that_leaves_lets_the_next_one_gather(queue):
-    cluster = Cluster(2)
-    a, b, c = (Job(cluster, queue, name, 2, 2) for name in "abc")
-    cluster.settle()
-    a.launcher.close(5.0)
-    settle(cluster, b, c)
-    assert (len(b.running), len(c.running)) == (2, 0)
-    b.launcher.close(5.0)
-    b.launcher.close(5.0)
-    settle(cluster, c)
-    assert len(c.running) == 2
-
-
 def test_held_slot_that_is_withdrawn_ends_with_its_reason(queue):
     cluster = Cluster(2)
     Job(cluster, queue, "a", 2, 2)
@@ -208,14 +176,6 @@ def test_held_slot_that_is_withdrawn_ends_with_its_reason(queue):
     b.launcher.launch(1)
     with pytest.raises(ValueError, match="slot 1 is still running"):
         b.launcher.launch(1)
-
-
-def test_closing_reports_held_slots_too(queue):
-    cluster = Cluster(1)
-    Job(cluster, queue, "a", 1, 1)
-    b = Job(cluster, queue, "b", 1, 2)
-    b.launcher.close(5.0)
-    assert sorted(b.ended) == [(slot, reported("the job is over")) for slot in (0, 1)]
 
 
 def test_random_arrivals_losses_and_ends_never_deadlock():

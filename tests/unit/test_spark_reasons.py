@@ -77,22 +77,6 @@ def test_known_messages_become_one_readable_line(message, expected):
     assert expected in words_of(message)
 
 
-def test_unknown_message_falls_through_to_its_most_recent_failure():
-    message = (
-        "Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times, most recent failure: Lost task 0.0 in "
-        "stage 1.0 (TID 1) (h executor driver): java.lang.IllegalStateException: odd\n\tat x.y.Z"
-    )
-    assert words_of(message).endswith("java.lang.IllegalStateException: odd")
-
-
-def test_empty_message_still_says_something():
-    assert words_of("  ") == "Spark gave no reason"
-
-
-def test_very_long_lines_are_cut():
-    assert len(words_of("x" * 5000)) == 500
-
-
 def test_exit_code_in_sparks_words_about_an_executor_is_data():
     assert loss_of_executor("Command exited with code 137") == LossCause(
         LossKind.EXITED, code=137, detail="Command exited with code 137"

@@ -13,7 +13,7 @@ from spark_elastic.elastic.finish import LaterLoop, Loops
 from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ObjectState, State
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
+from spark_elastic.errors import HorovodInternalError, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
 
 
@@ -129,17 +129,6 @@ def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
     assert frontend.rejoined == [None, None]
 
 
-def test_another_error_leaves_the_loop_at_once():
-    frontend = ScriptedFrontend(FIRST)
-
-    def loop(state):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        elastic_loop(loop, frontend)(ObjectState(n=0))
-    assert frontend.rejoined == []
-
-
 def test_a_custom_state_needs_only_save_restore_and_sync():
     class Mine(State):
         def __init__(self):
@@ -218,11 +207,6 @@ def test_changing_a_value_in_place_does_not_change_what_was_saved():
     assert state.history == [1, [2]]
 
 
-def test_values_that_cannot_be_copied_are_shared():
-    lock = threading.Lock()
-    assert independent_copy({"lock": lock})["lock"] is lock
-
-
 def test_an_object_that_occurs_twice_in_a_state_stays_one_object():
     run = {"steps": 0}
     state = ObjectState(runs=[run], newest={"run": run})
@@ -245,10 +229,6 @@ def test_values_that_cannot_be_copied_leave_no_partial_copies():
     assert copied["again"] == [holder]
     assert copied["run"] == holder.run
     assert copied["run"] is not holder.run
-
-
-def test_the_interrupt_has_horovods_attribute():
-    assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
 
 
 # --- the function is called again, because its world broke after a loop ------------------------------------

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import spark_elastic
 import spark_elastic.torch as hvd
 from spark_elastic import errors
@@ -19,20 +17,6 @@ def test_what_the_frameworks_have_in_common_is_found_in_each_of_them() -> None:
     assert set(surface.__all__) < set(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(surface, name) for name in surface.__all__)
     assert len(set(hvd.__all__)) == len(hvd.__all__)
-
-
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
-def test_a_framework_lists_only_names_of_its_own_beside_the_common_ones(framework: str) -> None:
-    tree = ast.parse((PACKAGE / framework / "__init__.py").read_text())
-    lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _is_all(node.targets[0])]
-    (own,) = [ast.literal_eval(value) for value in lists]
-    assert own == sorted(own)
-    assert set(own) & set(surface.__all__) == set()
-    assert "__all__ += surface.__all__" in ast.unparse(tree)
-
-
-def _is_all(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name) and target.id == "__all__"
 
 
 def test_package_lists_its_public_names_and_nothing_else() -> None:

@@ -109,12 +109,6 @@ def check(found: list[tuple[str, int, str]]) -> None:
     assert wrong == set(range(FIRST, len(lines) + 1)), [lines[line - 1] for line in wrong]
 
 
-def test_there_are_programs_to_check() -> None:
-    names = [name for name, _ in user_code.programs()]
-    assert len([name for name in names if name.startswith("notebook_")]) == 7
-    assert len(names) >= 7 + 12
-
-
 @pytest.mark.soak
 def test_mypy_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     api = pytest.importorskip("mypy.api")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 
-from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, materialize
-from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.data.spark_connect import SentFile
-from spark_elastic.errors import CheckpointError, DataError, DatasetError
+from spark_elastic.errors import CheckpointError, DataError
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
 from tests.leftovers import Before
@@ -98,34 +94,6 @@ def test_saved_model_is_loaded_and_predicts_the_same(model, points, tmp_path):
         ElasticTorchModel.load(path)
 
 
-@pytest.mark.soak
-def test_cross_validator_fits_folds_and_is_saved(points, tmp_path):
-    one = estimator(num_proc=1)
-    grid = ParamGridBuilder().addGrid(one.epochs, [8]).build()
-    validator = CrossValidator(
-        estimator=one, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="y"), numFolds=2, parallelism=2
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fitted = validator.fit(points)
-    assert fitted.avgMetrics[0] < 4.0  # the standard deviation of y is 4.3
-    fitted.save(str(tmp_path / "validator"))
-    best = CrossValidatorModel.load(str(tmp_path / "validator")).bestModel
-    assert rmse(best.transform(points)) == pytest.approx(rmse(fitted.bestModel.transform(points)))
-
-
-def test_rows_are_materialised_once_under_a_name(points, tmp_path):
-    settings = {"store": tmp_path, "dataset_id": "points", "verbose": 0}
-    written = materialize(points, {"x": ["a.b", "z"], "y": "y"}, **settings)
-    assert written.rows("train") == ROWS
-    manifest = written.store.local_path(MANIFEST_NAME)
-    before = manifest.stat().st_mtime_ns
-    assert materialize(points, {"x": ["a.b", "z"], "y": "y"}, **settings).store.url == written.store.url
-    assert manifest.stat().st_mtime_ns == before
-    with pytest.raises(DatasetError, match="was written with other settings"):
-        materialize(points, {"x": ["a.b"], "y": "y"}, **settings)
-
-
 def test_rows_that_cannot_be_stored_are_named(session, points):
     damaged = session.range(0, 10).selectExpr("cast(if(id = 7, null, id) as float) as `a.b`", "1f as z", "1f as y")
     with pytest.raises(DataError, match=r"'a\.b'.*null"):
@@ -133,24 +101,3 @@ def test_rows_that_cannot_be_stored_are_named(session, points):
     failing = points.selectExpr("`a.b`", "assert_true(z < 4) is null as q", "z", "y").filter("q")
     with pytest.raises(DataError, match="could not be written"):
         estimator(data_options={"allow_nan": False}).fit(failing)
-
-
-@pytest.mark.soak
-def test_keras_estimator_fits_and_predicts(points):
-    keras = pytest.importorskip("keras")
-    pytest.importorskip("tensorflow")
-    from spark_elastic import ElasticKerasEstimator
-
-    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    fitted = ElasticKerasEstimator(
-        model=net,
-        optimizer=keras.optimizers.Adam(0.1),
-        loss="mse",
-        feature_cols=["a.b", "z"],
-        label_cols=["y"],
-        epochs=4,
-        num_proc=2,
-        verbose=0,
-    ).fit(points)
-    assert len(fitted.history) == 4
-    assert rmse(fitted.transform(points)) < rmse(points.selectExpr("y", "0d as prediction"))

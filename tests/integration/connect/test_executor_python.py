@@ -11,7 +11,7 @@ import torch
 import spark_elastic
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.errors import ExecutorPythonError
-from tests.integration.connect.server import SPARK_HOME, ConnectServer
+from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
 from tests.leftovers import Before
 
@@ -62,18 +62,3 @@ def test_package_is_shipped_to_executors_that_lack_it(connect_mode, bare, tmp_pa
         assert len(loaded.transform(fresh).collect()) == 20
         assert_gone(server.workers, GONE_S)
         before.assert_no_threads_left()
-
-
-@pytest.mark.soak
-def test_missing_arrow_is_named(connect_mode, bare, tmp_path):
-    (tmp_path / "pyspark").symlink_to(SPARK_HOME)
-    with ConnectServer("local[1]", python=bare, paths=[tmp_path]) as server:
-        session = server.session()
-        for attempt in (
-            lambda: spark_elastic.run(lambda: 1, num_proc=1, spark=session, verbose=0),
-            lambda: spark_elastic.materialize(session.range(5), {"x": ["id"]}, store=tmp_path / "data", verbose=0),
-        ):
-            with pytest.raises(ExecutorPythonError, match=r"it has no (pandas|pyarrow)"):
-                attempt()
-        report = spark_elastic.doctor(session, num_proc=1, timeout=30)
-        assert "it has no" in report.of("workers")[0].says

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ pytest.importorskip("grpc")
 
 import spark_elastic
 from spark_elastic.driver import preflight
-from spark_elastic.errors import DriverUnreachableError, JobCancelledError, NotEnoughSlotsError
+from spark_elastic.errors import DriverUnreachableError, JobCancelledError
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone, wait_until
@@ -107,28 +106,11 @@ def test_large_function_and_large_results_do_not_travel_in_one_message(session):
         assert spark_elastic.run(reverse, num_proc=2, spark=session, verbose=0) == [given[::-1]] * 2
 
 
-def test_exception_of_the_function_is_the_one_of_classic_spark(session):
-    def fail():
-        raise ValueError("no such column: price")
-
-    with nothing_imported_ahead(), pytest.raises(spark_elastic.errors.UserFunctionError, match="no such column: price"):
-        spark_elastic.run(fail, num_proc=2, spark=session, verbose=0)
-
-
 def test_address_that_executors_do_not_reach_is_an_error_within_10_s(session):
     began = time.monotonic()
     with pytest.raises(DriverUnreachableError, match=r"192\.0\.2\.1: .*name the address .*driver_host="):
         spark_elastic.run(lambda: None, num_proc=1, spark=session, driver_host="192.0.2.1", verbose=0)
     assert time.monotonic() - began < 10.0
-
-
-def test_driver_listens_at_the_port_that_was_given(session, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job, diary = start_training(session, tmp_path, num_proc=1, driver_port=port)
-    diary.wait_for_world(1)
-    socket.create_connection(("127.0.0.1", port), 5.0).close()
-    assert len(finished(job, diary)) == 1
 
 
 _PROGRAM = """
@@ -156,16 +138,6 @@ def test_interrupted_program_leaves_no_query_behind(server, session):
     assert_gone(server.workers, GONE_S)
     with nothing_imported_ahead():  # in all slots, so no query has kept one
         assert spark_elastic.run(lambda: 1, num_proc=3, spark=session, start_timeout=10, verbose=0) == [1, 1, 1]
-
-
-def test_more_workers_than_slots_is_an_error_at_once(session):
-    with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[3\] has 3"):
-        spark_elastic.run(lambda: None, num_proc=5, spark=session, verbose=0)
-
-
-def test_number_of_workers_is_that_of_the_slots_by_default(session):
-    with nothing_imported_ahead():
-        assert spark_elastic.run(lambda: 1, spark=session, verbose=0) == [1, 1, 1]
 
 
 def test_active_connect_session_is_used_without_spark(session, monkeypatch):

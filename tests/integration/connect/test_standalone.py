@@ -16,11 +16,9 @@ import torch
 import spark_elastic
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.diagnostics.findings import PROBLEM
-from spark_elastic.driver.connect.discovery import ConnectDiscovery
 from tests.integration.connect.server import ConnectServer
 from tests.integration.connect.test_run import PROMPT
 from tests.integration.processes import GONE_S, assert_gone, wait_for_file, wait_until
-from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
 from tests.leftovers import Before
@@ -42,21 +40,6 @@ def session(server):
 def start(session, folder, **settings):
     job = spark_elastic.run_async(train, (str(folder),), spark=session, **{**PROMPT, **settings})
     return job, Diary(folder)
-
-
-@pytest.mark.soak
-def test_training_goes_on_without_a_killed_executor_and_uses_its_replacement(server, session, tmp_path):
-    before = Before()
-    wait_until(lambda: len(server.executors()) == 2, 60, "both executors are up")
-    assert ConnectDiscovery(session).slots() == 2
-    job, diary = start(session, tmp_path, num_proc=2, min_num_proc=1)
-    world = diary.wait_for_world(2)
-    os.kill(server.executors()[server.executor_of(world[1]["pid"])], signal.SIGKILL)
-    world = diary.wait_for_world(1, after=world[0]["round"])
-    diary.wait_for_world(2, after=world[0]["round"])  # the cluster has started another executor
-    assert len(finished(job, diary)) == 2
-    assert_gone(server.workers, GONE_S)
-    before.assert_no_threads_left()
 
 
 def test_model_is_that_of_a_fit_in_which_no_executor_was_killed(server, session, tmp_path):

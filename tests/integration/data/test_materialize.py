@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from spark_elastic.data import catalog
-from spark_elastic.data.catalog import DATASETS, clear_cache, delete_temporary
+from spark_elastic.data.catalog import DATASETS, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.materialization import _fewer_tasks as joined
@@ -78,15 +78,6 @@ def test_unfinished_dataset_is_written_again(spark, store, table):
     assert {shard.file for shard in second.manifest.splits["train"]}.isdisjoint(
         shard.file for shard in first.manifest.splits["train"]
     )
-
-
-def test_damaged_dataset_of_a_name_is_refused(spark, store, table):
-    frame = spark.read.parquet(table)
-    dataset = materialize(frame, X, store=store, dataset_id="mine")
-    file = dataset.manifest.splits["train"][0].file
-    dataset.store.write_bytes(file, dataset.store.read_bytes(file)[:-8])
-    with pytest.raises(DatasetError, match="the dataset is damaged"):
-        materialize(frame, X, store=store, dataset_id="mine")
 
 
 def test_dataset_not_synced_to_the_disk_is_verified(spark, store, table, monkeypatch):
@@ -169,31 +160,6 @@ def test_concurrent_fits_on_one_dataset_id_write_once(spark, store, table):
     assert found == [found[0]] * 4
 
 
-def test_one_of_two_concurrent_writers_commits_and_both_read_it(spark, store, table):
-    """The other process is simulated by a dataset that is committed while ours is being written."""
-    frame = spark.read.parquet(table)
-    theirs = materialize(frame, X, store=store)
-    text = theirs.store.read_bytes(MANIFEST_NAME)
-    theirs.store.delete(MANIFEST_NAME)
-    url = theirs.store.url
-
-    @F.udf("long")
-    def commit_meanwhile(x):
-        from spark_elastic.data.store import Store
-
-        Store.create(url).write_bytes(MANIFEST_NAME, text)
-        return x
-
-    from spark_elastic.data import materialization as module
-
-    request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
-    racing = frame.select(commit_meanwhile("x").alias("x"))
-    ours = module._write(racing, request, theirs.store, False, 0)
-    assert ours.manifest == theirs.manifest
-    runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
-    assert len(runs) == 1  # the slower write left nothing
-
-
 def test_datasets_are_deleted_at_exit_unless_kept(spark, store, table):
     frame = spark.read.parquet(table)
     gone = materialize(frame, X, store=store)
@@ -208,16 +174,6 @@ def test_datasets_are_deleted_at_exit_unless_kept(spark, store, table):
     assert [Dataset.open(dataset.store) for dataset in kept] == kept
 
 
-def test_dataset_that_another_fit_reads_stays(spark, store, table):
-    dataset = materialize(spark.read.parquet(table), X, store=store)
-    with dataset.lease():
-        delete_temporary()
-        assert clear_cache(store) == []
-        assert Dataset.open(dataset.store) == dataset
-    assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
-    assert store.list(DATASETS) == []
-
-
 def test_validation_share_is_drawn_by_the_seed(spark, store):
     frame = spark.range(0, 20_000, 1, 4)
     sets = [materialize(frame, {"x": "id"}, store=store, validation=0.1, seed=seed) for seed in (0, 0, 1)]
@@ -230,12 +186,6 @@ def test_validation_share_is_drawn_by_the_seed(spark, store):
         drawn.append(set(aside))
     assert drawn[0] == drawn[1]
     assert len(drawn[0] & drawn[2]) < 400
-
-
-def test_validation_rows_can_be_chosen_by_a_column(spark, store, table):
-    dataset = materialize(spark.read.parquet(table), X, store=store, validation="v")
-    assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
-    assert sorted(Rows(dataset)["x"]) == [x for x in range(100) if x % 5]
 
 
 @pytest.mark.parametrize("kind", ["range", "repartition"])

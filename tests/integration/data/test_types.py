@@ -69,13 +69,6 @@ def test_columns_of_one_type_that_travel_together_keep_their_values(spark, store
         assert stored[kind].tolist() == [[row[place] for place in places] for row in rows]
 
 
-def test_decimals_travel_with_doubles(spark, store):
-    schema = "a double, b decimal(9,2), c double, d decimal(9,2), e double"
-    rows = [(1.5, decimal.Decimal("2.25"), 3.5, decimal.Decimal("-4.25"), 5.0)]
-    _, stored = written(spark, store, schema, rows, {"x": ["a", "b", "c", "d", "e"]})
-    assert stored["x"].tolist() == [[1.5, 2.25, 3.5, -4.25, 5.0]]
-
-
 def test_timestamps_are_microseconds_of_utc_whatever_the_session_says(spark, store):
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     try:
@@ -133,21 +126,6 @@ def test_nested_arrays_have_as_many_axes(spark, store):
     np.testing.assert_array_equal(stored["x"], values)
 
 
-def test_a_shape_can_be_given(spark, store):
-    _, stored = written(spark, store, "x array<float>", [([1.0, 2.0, 3.0, 4.0],)], {"x": "x"}, shapes={"x": (1, 2, 2)})
-    assert stored["x"].tolist() == [[[[1.0, 2.0], [3.0, 4.0]]]]
-
-
-def test_dense_vectors_are_tensors(spark, store):
-    values = [[1.5, -2.0, 0.0], [0.1, 5.0, 6.0]]
-    schema = T.StructType([T.StructField("x", VectorUDT())])
-    dataset, stored = written(
-        spark, store, schema, [(Vectors.dense(v),) for v in values], {"x": "x"}, dtypes={"x": "float32"}
-    )
-    assert field_of(dataset, "x").kind is Kind.DENSE
-    np.testing.assert_array_equal(stored["x"], np.array(values, np.float32))
-
-
 def test_short_sparse_vectors_are_stored_densely_also_among_dense_ones(spark, store):
     rows = [(Vectors.sparse(4, [1, 3], [2.0, 4.0]),), (Vectors.dense([1, 0, 0, 7]),), (Vectors.sparse(4, [], []),)]
     schema = T.StructType([T.StructField("x", VectorUDT())])
@@ -190,14 +168,6 @@ def test_partitions_with_different_first_rows_are_stored_alike(spark, store):
     assert found.sum(axis=1).tolist() == [5000, 1]
 
 
-def test_storage_of_vectors_can_be_chosen(spark, store):
-    schema = T.StructType([T.StructField("x", VectorUDT())])
-    rows = [(Vectors.dense([0.0, 3.0]),), (Vectors.sparse(2, [0], [1.0]),)]
-    dataset, stored = written(spark, store, schema, rows, {"x": "x"}, sparse={"x": True})
-    assert field_of(dataset, "x").kind is Kind.SPARSE
-    assert densified(stored["x"], 2, np.float64).tolist() == [[0, 3], [1, 0]]
-
-
 def test_binary_of_one_length_is_a_tensor_of_bytes(spark, store):
     rows = [(bytes([n, 255 - n, 7]),) for n in range(5)]
     dataset, stored = written(spark, store, "x binary", rows, {"x": "x"})
@@ -221,18 +191,6 @@ def test_values_of_variable_length_are_in_the_sidecar(spark, store):
     assert [value.decode() for value in stored["s"]] == [row[1] for row in rows]
     assert [np.frombuffer(value, np.int64).tolist() for value in stored["a"]] == [row[2] for row in rows]
     assert stored["n"].tolist() == [1, 2, 3]
-
-
-def test_column_of_empty_values_is_stored(spark, store):
-    _, stored = written(spark, store, "s string", [("",)] * 3, {"s": "s"})
-    assert stored["s"] == [b""] * 3
-
-
-def test_shorter_arrays_can_be_padded(spark, store):
-    rows = [([1, 2, 3], b"ab"), ([], b""), ([4], b"c")]
-    _, stored = written(spark, store, "x array<int>, b binary", rows, {"x": "x", "b": "b"}, pad_to={"x": 4, "b": 2})
-    assert stored["x"].tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
-    assert stored["b"].tolist() == [[97, 98], [0, 0], [99, 0]]
 
 
 def test_nan_and_infinity_are_stored_if_allowed(spark, store):

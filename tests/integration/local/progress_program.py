@@ -88,11 +88,6 @@ def main() -> None:
                     thread.start()
                 for thread in threads:
                     thread.join()
-            elif part == "interrupted":
-                try:
-                    fit(dataset, folder, Slow(0.05), epochs=1000)
-                except KeyboardInterrupt:
-                    pass
             print(f"=== end of {part}", flush=True)
 
 

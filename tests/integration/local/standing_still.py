@@ -1,12 +1,10 @@
 """A driver as a program of its own, which a test can stop: ``python -m tests.integration.local.standing_still FOLDER``.
 
-Trains to a step, writes what became of it to `FOLDER/outcome.json`. With a number of seconds as second argument, it
-holds its own interpreter's lock for so long once the training runs.
+Trains to a step, writes what became of it to `FOLDER/outcome.json`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import time
@@ -14,7 +12,6 @@ from pathlib import Path
 
 from spark_elastic import LocalLauncher, run_async
 from spark_elastic.membership.timeline import DriverStoodStill, WorkerLeft, WorldStarted
-from tests.integration.processes import wait_until
 
 HEARTBEAT_TIMEOUT_S = 2.0
 STEPS = 400
@@ -51,7 +48,7 @@ def train(folder):
     return loop(state)
 
 
-def main(folder: str, hold_s: float) -> None:
+def main(folder: str) -> None:
     job = run_async(
         train,
         (folder,),
@@ -62,10 +59,6 @@ def main(folder: str, hold_s: float) -> None:
         cooldown_range=(0.05, 1.0),
         verbose=0,
     )
-    if hold_s:
-        wait_until(lambda: (job.status().progress or 0) > 5, 60, "the training begins")
-        ctypes.PyDLL(None).usleep(int(hold_s * 1e6))  # PyDLL: the lock is kept during the call
-        Path(folder, "hurry").touch()
     results = job.result(120)
     records = job.events()
     Path(folder, "outcome.json").write_text(
@@ -81,4 +74,4 @@ def main(folder: str, hold_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    main(sys.argv[1])

@@ -64,29 +64,6 @@ class Pruned(Exception):
     pass
 
 
-class Raising(Watch):
-    def __init__(self, event: str) -> None:
-        super().__init__()
-        self.error = Pruned(event)
-        setattr(self, event, self.throw)
-
-    def throw(self, about: Any) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    "event",
-    ["on_fit_start", "on_epoch_end", "on_membership_change", pytest.param("on_fit_end", marks=pytest.mark.soak)],
-)
-def test_error_of_a_callback_ends_the_fit_as_itself_and_leaves_nothing(event: str, rows: Dataset) -> None:
-    callback, other = Raising(event), Watch()
-    with pytest.raises(Pruned) as raised:
-        estimator(other, callback, num_proc=1).from_dataset_path(rows)
-    assert raised.value is callback.error
-    assert len(other.results) == 1
-    assert other.results[0].error is (None if event == "on_fit_end" else callback.error)
-
-
 @pytest.mark.soak
 def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
     durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
@@ -154,26 +131,6 @@ def test_training_does_not_wait_for_a_hanging_callback_beyond_its_time(rows: Dat
     assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "rows that queued up come later"
 
 
-@pytest.mark.soak
-def test_two_fits_in_two_threads_share_a_callback_and_keep_their_threads(rows: Dataset) -> None:
-    events: dict[str, list[int]] = {"first": [], "second": []}
-
-    class Shared(DriverCallback):
-        def on_epoch_end(self, row: Any) -> Any:
-            events[threading.current_thread().name].append(row["epoch"])
-
-    shared = Shared()
-    fits = [
-        threading.Thread(target=lambda: estimator(shared, num_proc=1, epochs=3).from_dataset_path(rows), name=name)
-        for name in events
-    ]
-    for fit in fits:
-        fit.start()
-    for fit in fits:
-        fit.join()
-    assert events == {"first": [0, 1, 2], "second": [0, 1, 2]}
-
-
 def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
     class Stopping(Watch):
         def on_membership_change(self, change: Any) -> Any:
@@ -230,16 +187,6 @@ def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     study.optimize(objective, n_trials=2)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
     assert len(study.trials[1].intermediate_values) < 4
-
-
-@pytest.mark.soak
-def test_epochs_that_are_repeated_from_a_checkpoint_are_not_reported_again(rows: Dataset, tmp_path: Path) -> None:
-    callback = Killing(tmp_path, (2,))
-    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
-    model = estimator(Pids(tmp_path), callback, **durable).from_dataset_path(rows)
-    assert [row["epoch"] for row in callback.rows] == [0, 1, 2, 3], "all workers were lost in epoch 2"
-    assert [row["epoch"] for row in model.history] == [0, 1, 2, 3]
-    assert len(callback.runs) == len(callback.results) == 1
 
 
 def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:

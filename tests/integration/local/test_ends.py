@@ -143,33 +143,3 @@ def test_a_finished_worker_is_run_again_in_its_process_when_another_dies(start_j
     results = job.result(WAIT_S)
     assert [(rank, step) for rank, step, _, _ in results] == [(rank, 10) for rank in range(len(results))]
     assert (results[0][2], results[0][3]) == (second, False)
-
-
-def check_fit(results, members):
-    size = len(results)
-    assert size >= members
-    for rank, result in enumerate(results):
-        assert result[:6] == (rank, size, "3 epochs", size, 3, results[0][5])
-        assert result[6] == results[0][6], "the same weights on every rank"
-
-
-@pytest.mark.parametrize(
-    ("deaths", "members"),  # two in the second epoch: one alone would take the state along
-    [
-        pytest.param([("epoch 1", 1)], 2, id="a newcomer builds its optimizer alone", marks=pytest.mark.soak),
-        pytest.param([("before", 0), ("save", 0)], 1, id="before the loop and while the model is saved"),
-    ],
-)
-def test_keras_fit_before_the_loop_and_a_death(start_job, tmp_path, deaths, members):
-    pytest.importorskip("tensorflow")
-    job = start_job(
-        ends.fit_before_and_after,
-        (str(tmp_path), deaths, 2),
-        num_proc=2,
-        min_num_proc=1,
-        preimport=("torch", "tensorflow", "keras"),
-    )
-    results = job.result(2 * WAIT_S)  # three times, TensorFlow is imported
-    assert len(list(tmp_path.glob("death-*"))) == len(deaths)
-    check_fit(results, members)
-    assert (tmp_path / "model.keras").exists()

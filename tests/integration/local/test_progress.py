@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.terminal import Terminal, seen
+from tests.integration.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-m", "tests.integration.local.progress_program"]
@@ -60,18 +60,6 @@ def test_a_terminal_shows_a_bar_and_a_line_for_each_event_and_keeps_the_lines_al
     assert sorted(re.findall(r"^epoch (\d)/2  loss", two, re.M)) == ["1", "1", "2", "2"]
 
 
-@pytest.mark.soak
-def test_ctrl_c_in_80_columns_leaves_no_half_of_a_bar(terminal):
-    window = terminal("interrupted")
-    window.read_until(r"epoch 1/1000 +[1-9]\d?% \|", LIMIT_S)
-    assert all(len(part) <= 80 for part in re.split(r"[\r\n]", window.raw) if BAR.match(part))
-    window.press("\x03")
-    assert window.read_to_the_end(LIMIT_S) == 0
-    screen = window.screen().replace("^C", "")
-    assert "=== end of interrupted" in screen
-    assert not BAR.search(screen), screen
-
-
 def test_without_a_terminal_there_are_few_plain_lines_and_with_verbose_0_none():
     done = subprocess.run(
         [*PROGRAM, "quiet", "kill"],
@@ -90,7 +78,3 @@ def test_without_a_terminal_there_are_few_plain_lines_and_with_verbose_0_none():
     assert [line.partition("  ")[0] for line in job if line.startswith("epoch")] == [f"epoch {n}/3" for n in (1, 2, 3)]
     assert len(job) <= 12, job
     assert not [line for line in job if line.startswith("    ")], "lines in files are whole"
-
-
-def test_the_tests_own_terminal_knows_what_is_overwritten():
-    assert seen("abc\rde\r\nf\x1b[A\rxy\r\n\r\nlast") == "xyc\nf\nlast"

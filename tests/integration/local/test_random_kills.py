@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.integration.local.random_kills import loop_of, train
 
 PREIMPORT = ("torch",)
@@ -39,6 +37,5 @@ def killed(start_job, folder, seed: int, kills: int, pause_s: float) -> int:
     return len(list(folder.glob("kill-*")))
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_random_kills_leave_no_trace(start_job, tmp_path, seed):
-    assert killed(start_job, tmp_path, seed, kills=8, pause_s=0.01) > 0
+def test_random_kills_leave_no_trace(start_job, tmp_path):
+    assert killed(start_job, tmp_path, seed=1, kills=8, pause_s=0.01) > 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.driver.status_server import StatusServer, listen_for_pages
-from spark_elastic.errors import InvalidSettingsError, UserFunctionError
+from spark_elastic.errors import UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.reporting.event_log import MembershipChange
@@ -115,15 +115,6 @@ def test_page_shows_the_loss_of_a_worker_the_wait_and_the_failure(start_job, tmp
     assert_harmless(browser)
 
 
-def test_page_that_is_open_says_how_the_job_finished(start_job, tmp_path, browser):
-    job = start_job(counting, (str(tmp_path), 150), status_port=0)
-    browser.get(job.status_url)
-    assert job.result(LIMIT_S) == [150, 150]
-    phase_is(browser, "finished")
-    assert "2 workers are done" in text(browser, "banner")
-    assert_harmless(browser)
-
-
 def served(document: Any) -> StatusServer:
     server = StatusServer(listen_for_pages("127.0.0.1", 0), "127.0.0.1", "a-token-of-16-letters", document)
     server.start()
@@ -147,8 +138,7 @@ def huge(now: float) -> Any:
     return model.document(JobStatus("running", 3, 1000, 10, "", 1000, 0, 700, 2), workers, lost, now, time.time())
 
 
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
 def test_page_of_a_huge_job_fits_its_window(browser, width, dark):
     document = huge(time.monotonic())
     server = served(lambda: document)
@@ -197,15 +187,6 @@ def test_two_jobs_have_two_pages_and_a_silent_one_has_none(start_job, tmp_path, 
     printed = re.findall(r"^spark_elastic: status page: (\S+)$", capfd.readouterr().err, re.M)
     assert printed == urls
     assert all(len(f"spark_elastic: status page: {url}") <= 80 for url in urls)
-
-
-def test_taken_port_is_an_error_before_anything_starts(start_job, tmp_path):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(InvalidSettingsError, match=f"status_port={port}"):
-            start_job(counting, (str(tmp_path), 1), status_port=port)
 
 
 def test_token_of_the_environment_is_used_and_not_printed(start_job, tmp_path, capfd, monkeypatch):

@@ -51,21 +51,8 @@ def sizes(job):
     return [record.size for record in job.events() if isinstance(record, WorldStarted)]
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(
-            [("on_batch_end", 5, 0), ("on_batch_end", trainings.STEPS, 1)],
-            id="in the first epoch and after the last step",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            [("on_validation_end", 1, 1), ("on_fit_end", 1, 0)],
-            id="after a validation and at the end",
-        ),
-    ],
-)
-def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tmp_path, undisturbed, kills):
+def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tmp_path, undisturbed):
+    kills = [("on_validation_end", 1, 1), ("on_fit_end", 1, 0)]
     job = start_job(train_with_kills, (data, str(tmp_path), kills), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
     results = job.result(120)
     assert len(sizes(job)) > len(kills)
@@ -74,17 +61,8 @@ def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tm
         assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        pytest.param([0], id="rank 0", marks=pytest.mark.soak),
-        pytest.param([2], id="the last rank", marks=pytest.mark.soak),
-        pytest.param([0, 0], id="rank 0 and the one after it"),
-    ],
-)
-def test_a_worker_that_dies_while_it_returns_the_model_takes_nothing_along(
-    start_job, data, tmp_path, undisturbed, ends
-):
+def test_a_worker_that_dies_while_it_returns_the_model_takes_nothing_along(start_job, data, tmp_path, undisturbed):
+    ends = [0, 0]  # and the one that is rank 0 after it
     job = start_job(train_with_kills, (data, str(tmp_path), [], ends), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
     results = job.result(120)
     assert len(list(tmp_path.glob("killed-*"))) == len(ends)

@@ -11,18 +11,12 @@ import pytest
 from spark_elastic import run
 from spark_elastic.errors import (
     ExecutorPythonError,
-    InvalidSettingsError,
     JobCancelledError,
-    NotEnoughSlotsError,
-    NotPicklableError,
-    ResultError,
-    UnknownInterfaceError,
-    UserFunctionError,
 )
 from tests.integration.clusters import local
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
-from tests.integration.spark.conftest import active_jobs, finished, nothing_imported_ahead
+from tests.integration.spark.conftest import active_jobs, nothing_imported_ahead
 from tests.integration.spark.diary import WAIT_S
 
 pytestmark = pytest.mark.cluster
@@ -30,90 +24,14 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def cluster():
-    with local(3, spark_driver_maxResultSize="8m") as running:
+    with local(3) as running:
         yield running
-
-
-def test_a_bug_fails_the_job_once_and_is_told_with_rank_host_and_traceback(jobs, tmp_path):
-    def buggy(folder):
-        Path(folder, str(os.getpid())).touch()
-        rank, _ = loops.rank_and_size()
-        if rank == 1:
-            raise KeyError("lable")
-        threading.Event().wait()
-
-    job = jobs.start(buggy, (str(tmp_path),), num_proc=2)
-    with pytest.raises(UserFunctionError, match=r"rank 1 on 127\.0\.0\.1 raised KeyError: 'lable'") as error:
-        job.result(120)
-    assert "in buggy" in error.value.traceback
-    assert len(list(tmp_path.glob("[0-9]*"))) == 2
-
-
-def test_what_can_be_known_to_be_wrong_is_refused_before_anything_runs(jobs):
-    lock = threading.Lock()
-
-    def captures():
-        return lock
-
-    with pytest.raises(NotPicklableError, match="lock"):
-        jobs.start(captures)
-    with pytest.raises(InvalidSettingsError, match="min_num_proc=3 is larger than num_proc=2"):
-        jobs.start(abs, (-1,), num_proc=2, min_num_proc=3, max_num_proc=2)
-    with pytest.raises(InvalidSettingsError, match="num_proc must be at least 1, not 0"):
-        jobs.start(abs, (-1,), num_proc=0)
-    assert active_jobs(jobs.cluster) == []
-
-
-def test_too_few_slots_are_told_with_the_numbers(jobs):
-    job = jobs.start(abs, (-1,), num_proc=7)
-    with pytest.raises(
-        NotEnoughSlotsError, match=r"7 slots are needed, and master local\[3\] has 3 slots and can never"
-    ):
-        job.result(30)
-
-
-def test_slots_that_exist_but_are_busy_are_told_apart(jobs):
-    busy, diary = jobs.train(3)
-    diary.wait_for_world(3)
-    job = jobs.start(abs, (-1,), num_proc=2, start_timeout=2.0)
-    with pytest.raises(NotEnoughSlotsError, match="never 2 free at the same time"):
-        job.result(60)
-    assert len(finished(busy, diary)) == 3
-
-
-def test_a_network_interface_that_does_not_exist(jobs):
-    job = jobs.start(abs, (-1,), num_proc=2, nics="wlan7")
-    with pytest.raises(UnknownInterfaceError, match=r"has no interface 'wlan7' that is up; it has .*lo \(127"):
-        job.result(60)
 
 
 def test_a_python_that_does_not_exist_is_named(jobs, monkeypatch):
     monkeypatch.setattr(jobs.cluster.sc, "pythonExec", "/no/such/python")
     with pytest.raises(ExecutorPythonError, match="/no/such/python"):
         jobs.start(abs, (-1,), num_proc=2, start_timeout=30)
-
-
-def test_a_result_that_spark_will_not_carry_is_an_error_that_names_its_setting(jobs):
-    def big():
-        rank, _ = loops.rank_and_size()
-        return os.urandom(20_000_000 if rank == 1 else 10)
-
-    job = jobs.start(big, num_proc=2)
-    with pytest.raises(ResultError, match=r"spark\.driver\.maxResultSize"):
-        job.result(120)
-
-
-def test_jobs_one_after_the_other_from_this_thread_and_from_another(jobs):
-    settings = {"num_proc": 2, "spark": jobs.cluster.spark, "verbose": 0}
-    expected = [(0, 2), (1, 2)]
-    with nothing_imported_ahead():
-        assert run(loops.rank_and_size, **settings) == expected
-        assert run(loops.rank_and_size, **settings) == expected
-        results = []
-        thread = threading.Thread(target=lambda: results.append(run(loops.rank_and_size, **settings)))
-        thread.start()
-        thread.join(WAIT_S)
-    assert results == [expected]
 
 
 def test_an_interrupt_ends_the_job_and_the_next_one_works(jobs, tmp_path):
@@ -163,17 +81,3 @@ def test_a_job_can_be_cancelled_at_any_time(jobs):
     diary.wait_for_world(3)
     cancelled(job, "while it trains")
     diary.check(job)
-
-
-@pytest.mark.soak
-def test_two_jobs_at_once_keep_out_of_each_other_s_way(jobs):
-    (one, ones), (two, twos) = jobs.train(1, max_num_proc=2), jobs.train(1)
-    first, second = ones.wait_for_world(2), twos.wait_for_world(1)
-    os.kill(first[1]["pid"], signal.SIGKILL)
-    again = ones.wait_for_world(2, after=first[0]["round"])
-    os.kill(again[0]["agent"], signal.SIGKILL)
-    ones.wait_for_world(2, after=again[0]["round"])
-    (result,) = finished(two, twos)
-    assert result["pid"] == second[0]["pid"]
-    assert result["round"] == 1
-    assert len(finished(one, ones)) == 2

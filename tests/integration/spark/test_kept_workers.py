@@ -1,19 +1,16 @@
 """`keep_workers`: a process of each executor that forks the workers of several jobs, and its end."""
 
-import os
-import signal
 import sys
 import time
 
 import pytest
-import torch
 
-from spark_elastic import ElasticTorchEstimator, run
+from spark_elastic import run
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.start import prepare_workers
 from tests.integration.clusters import local_cluster
 from tests.integration.processes import GONE_S, is_running, wait_until
-from tests.integration.spark.conftest import finished, job_processes
+from tests.integration.spark.conftest import job_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")]
 
@@ -66,49 +63,6 @@ def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(
     # the fixture sees that the servers end
 
 
-def test_training_goes_on_without_the_server_of_a_worker(jobs, cluster):
-    job, diary = jobs.train(2, keep_workers=KEEP_S)
-    world = diary.wait_for_world(2)
-    killed = server_of(world[0])
-    assert killed in servers(cluster)
-    os.kill(killed, signal.SIGKILL)
-    world = diary.wait_for_world(2, after=world[0]["round"])
-    assert killed not in {server_of(entry) for entry in world.values()}
-    assert len(finished(job, diary)) == 2
-
-
-def test_worker_that_is_killed_is_replaced_by_the_server(jobs, cluster):
-    job, diary = jobs.train(2, keep_workers=KEEP_S)
-    world = diary.wait_for_world(2)
-    before = {server_of(entry) for entry in world.values()}
-    os.kill(world[1]["pid"], signal.SIGKILL)
-    world = diary.wait_for_world(2, after=world[0]["round"])
-    assert {server_of(entry) for entry in world.values()} == before
-    assert len(finished(job, diary)) == 2
-
-
-def test_server_is_gone_with_its_executor(jobs, cluster):
-    job, diary = jobs.train(2, keep_workers=KEEP_S)
-    world = diary.wait_for_world(2)
-    killed, server = world[0]["pid"], server_of(world[0])
-    cluster.kill_executor(executor_of_server(cluster, server))
-    wait_for_end([killed, server])
-    diary.wait_for_world(2, after=world[0]["round"])
-    assert len(finished(job, diary)) == 2
-
-
-def executor_of_server(cluster, server):
-    """Return the executor of a server: its first guardian, the third argument, is the JVM."""
-    command = job_processes(cluster)[server].split()
-    jvm = int(command[command.index("spark_elastic.task.fork_server") + 3].split(",")[0])
-    return next(executor for executor, pid in cluster.executors().items() if pid == jvm)
-
-
-def server_of(entry):
-    """Return the fork server of a worker in the diary, whose parent is its keeper."""
-    return parent_of(entry["agent"])
-
-
 def parent_of(pid):
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rpartition(")")[2].split()[1])
@@ -120,26 +74,6 @@ def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster)
     wait_until(lambda: len(servers(cluster)) == 2, GONE_S, "both executors have a server")
     prepared = servers(cluster)
     assert {server for server, *_ in run(where_it_runs, **settings)} == prepared
-
-
-def test_fit_uses_what_the_fit_before_has_kept(jobs, cluster):
-    df = cluster.spark.range(200).selectExpr("cast(id % 2 as float) as x", "cast(id % 2 as int) as y")
-    net = torch.nn.Linear(1, 2)
-    estimator = ElasticTorchEstimator(
-        model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-        loss=torch.nn.CrossEntropyLoss(),
-        feature_cols=["x"],
-        label_cols=["y"],
-        num_proc=2,
-        verbose=0,
-        run_options={"keep_workers": KEEP_S},
-    )
-    estimator.fit(df)
-    kept = servers(cluster)
-    assert len(kept) == 2
-    estimator.fit(df)
-    assert servers(cluster) == kept
 
 
 def test_nothing_is_kept_unless_asked_for(jobs, cluster):

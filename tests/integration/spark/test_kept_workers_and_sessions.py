@@ -13,13 +13,12 @@ from tests.integration.spark.test_kept_workers import wait_for_end, where_it_run
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="servers are for Linux")]
 
 LONG_S = 600
+KEPT = {"verbose": 0, "keep_workers": LONG_S}
 
 
 def test_servers_end_with_the_session_in_local_mode():
     with local(2) as cluster:
-        first = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers=LONG_S)
-        second = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers=LONG_S)
-        found = {server for server, *_ in first + second}
+        found = {server for server, *_ in run(where_it_runs, num_proc=2, spark=cluster.spark, **KEPT)}
         assert len(found) == 1
         cluster.spark.stop()
         wait_for_end(found)
@@ -29,21 +28,17 @@ PROGRAM = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from spark_elastic import run
-from tests.integration.clusters import {{kind}}
+from tests.integration.clusters import local
 from tests.integration.spark.test_kept_workers import where_it_runs
-with {{cluster}} as cluster:
+with local(2) as cluster:
     found = run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0, keep_workers={LONG_S})
     print(*[server for server, *_ in found], flush=True)
     time.sleep({LONG_S})
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "made"),
-    [("local", "local(2)"), pytest.param("local_cluster", "local_cluster(2, 1)", marks=pytest.mark.soak)],
-)
-def test_servers_end_with_the_driver_program(kind, made):
-    words = [sys.executable, "-c", PROGRAM.format(kind=kind, cluster=made)]
+def test_servers_end_with_the_driver_program():
+    words = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         found = list(map(int, process.stdout.readline().split()))
         assert len(found) == 2

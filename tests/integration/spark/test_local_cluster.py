@@ -1,8 +1,5 @@
 """`local-cluster[2,2,1024]`: two executors with two slots each, so that one JVM takes two workers with it."""
 
-import os
-import signal
-
 import pytest
 
 from tests.integration.clusters import local_cluster
@@ -36,21 +33,4 @@ def test_an_executor_takes_its_two_workers_and_two_others_go_on(jobs, cluster):
     world = diary.wait_for_world(4, after=world[0]["round"])
     assert not {entry["pid"] for entry in world.values()} & set(dead)
 
-    assert len(finished(job, diary)) == 4
-
-
-@pytest.mark.soak
-def test_a_second_worker_dies_while_the_loss_of_an_executor_is_recovered(jobs, cluster):
-    job, diary = jobs.train(4)
-    world = diary.wait_for_world(4)
-    executor = executor_of(cluster, world[0]["pid"])
-    others = {entry["pid"] for entry in world.values() if executor_of(cluster, entry["pid"]) != executor}
-    assert len(others) == 2
-    diary.hold("rendezvous")
-    cluster.kill_executor(executor)
-    held = diary.held("rendezvous")
-    assert held in others
-    os.kill(held, signal.SIGKILL)  # one of the last two
-    world = diary.wait_for_world(4, after=world[0]["round"])
-    assert others - {held} <= {entry["pid"] for entry in world.values()}
     assert len(finished(job, diary)) == 4

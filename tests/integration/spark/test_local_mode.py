@@ -84,35 +84,3 @@ def test_workers_die_at_every_stage_of_a_round(jobs):
     diary.wait_for_world(3, after=world[0]["round"])
 
     assert len(finished(job, diary)) == 3
-
-
-def test_loss_between_commits_undoes_no_step_of_a_loop_that_checks_each(jobs):
-    job, diary = jobs.train(3, 2, training={"ballast": 0, "commit_every": 0})
-    world = diary.wait_for_world(3)
-    for rank in (1, 0):
-        diary.hold("step", rank)
-        kill(diary.held("step", rank))
-        world = diary.wait_for_world(3, after=world[2]["round"])
-    finished(job, diary)
-
-
-def test_workers_that_die_at_the_start_or_at_the_end_are_no_loss(jobs):
-    job, diary = jobs.train(3, 2)
-    diary.hold("init")  # before it has told anybody that it is there
-    kill(diary.held("init"))
-    world = diary.wait_for_world(3)
-    diary.hold("end", 1)
-    diary.finish()
-    last = diary.held("end", 1)
-    assert last == world[1]["pid"]
-    diary.wait_for("end", 2)
-    kill(last)
-    results = job.result(60)
-    # the others have done again what follows the loop, in a world without the dead one, or with its replacement
-    assert [result["rank"] for result in results] == list(range(len(results)))
-    assert len(results) >= 2
-    assert len({result["digest"] for result in results}) == 1
-
-
-def test_arguments_of_megabytes_reach_every_worker(jobs):
-    assert jobs.start(len, (bytes(5_000_000),), num_proc=3).result(120) == [5_000_000] * 3

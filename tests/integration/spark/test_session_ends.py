@@ -66,10 +66,9 @@ def assert_all_gone(world):
             wait_until(lambda pid=entry[kind]: not is_alive(pid), GONE_S, f"{kind} {entry[kind]} is gone")
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_workers_are_gone_within_seconds_of_the_driver_program(program, name):
+def test_workers_are_gone_within_seconds_of_the_driver_program(program):
     process, _, world = program
-    process.send_signal(getattr(signal, name))
+    process.kill()  # SIGTERM: tests/integration/local/test_jobs.py
     process.wait(60)
     assert_all_gone(world)
 

@@ -38,30 +38,6 @@ def test_data_loader_processes_go_with_their_worker(jobs):
     assert len(finished(job, diary)) == 2
 
 
-def test_a_hundred_megabytes_of_output_neither_stop_a_job_nor_fill_the_driver(jobs):
-    def shouts():
-        loops.rank_and_size()
-        line = "x" * 99
-        for _ in range(500_000):
-            print(line)
-        return "done"
-
-    class Sink:
-        lines = 0
-        bytes = 0
-
-        def write(self, text):
-            self.lines += text.count("\n")
-            self.bytes += len(text)
-
-        def flush(self):
-            pass
-
-    sink = Sink()
-    assert jobs.start(shouts, num_proc=2, stdout=sink).result(300) == ["done", "done"]
-    assert sink.lines > 0
-
-
 def test_a_worker_that_shuts_its_streams_and_ignores_signals_still_works_and_still_ends(jobs, tmp_path):
     def unruly(folder):
         rank, size = loops.rank_and_size()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from spark_elastic.driver.preflight import check_spark
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
-from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
+from spark_elastic.errors import NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
 from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import local
@@ -120,31 +117,6 @@ def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to
     assert [launcher.admit(0, 1), launcher.admit(0, 2)] == [False, True]
 
 
-def test_slot_withdrawn_before_its_job_was_submitted_never_runs(launch, tmp_path):
-    launcher, ends = launch(f"stay {tmp_path}")
-    for slot in range(3):
-        launcher.launch(slot)
-        launcher.withdraw(slot, reported("changed my mind"))
-    assert {why for _, why, _, _ in ends.wait_for(3)} == {"changed my mind"}
-
-
-def test_slot_can_be_launched_again_from_its_end_but_not_before(launch):
-    again = threading.Event()
-    ends = Ends()
-
-    def relaunch(end):
-        ends(end)
-        if not again.is_set():
-            again.set()
-            launcher.launch(end.slot)
-
-    launcher, _ = launch("return x", relaunch)
-    launcher.launch(0)
-    with pytest.raises(ValueError, match="slot 0 is still running"):
-        launcher.launch(0)
-    assert [why for _, why, _, _ in ends.wait_for(2)] == ["done", "done"]
-
-
 def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     for slot in range(6):  # two more than can run
@@ -154,21 +126,6 @@ def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_pat
     launcher.close(WAIT_S)
     launcher.launch(7)
     assert {why for _, why, _, _ in ends.wait_for(7)} == {"the job is over", "the launcher is closed"}
-
-
-def test_jobs_carry_a_readable_description_and_the_callers_scheduler_pool(cluster, launch, tmp_path):
-    cluster.sc.setLocalProperty("spark.scheduler.pool", "training")
-    try:
-        launcher, _ = launch(f"stay {tmp_path}")
-    finally:
-        cluster.sc.setLocalProperty("spark.scheduler.pool", None)
-    thread = threading.Thread(target=launcher.launch, args=(3,))  # as the driver thread does
-    thread.start()
-    started(tmp_path, 1)
-    jobs = cluster.sc._jsc.sc().statusStore().jobsList(None)
-    assert jobs.apply(0).description().get() == "test: worker slot 3"
-    stage = cluster.sc._jsc.sc().statusStore().lastStageAttempt(jobs.apply(0).stageIds().apply(0))
-    assert stage.schedulingPool() == "training"
 
 
 def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
@@ -250,26 +207,7 @@ def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, lau
     wait_until(lambda: len(cluster.sc.statusTracker().getActiveJobsIds()) == 1, WAIT_S, "the probe's job is gone")
 
 
-def test_waits_end_when_told_to_stop(cluster):
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(JobCancelledError):
-        MayGrow(cluster.sc, slot_report).wait_for_slots(9, 60.0, stop=stop)
-
-
-def test_watch_of_local_mode_starts_no_thread(cluster):
-    before = Before()
-    watch = ExecutorWatch(cluster.sc)
-    watch.start(lambda event: None)
-    assert before.threads() == []
-    watch.close()
-
-
 # --- preflight ----------------------------------------------------------------------------------
-
-
-def test_preflight_finds_the_context_of_a_session_a_context_and_of_nothing(cluster):
-    assert check_spark(cluster.spark) is check_spark(cluster.sc) is check_spark() is cluster.sc
 
 
 def test_preflight_names_a_captured_spark_session(cluster):
@@ -278,13 +216,6 @@ def test_preflight_names_a_captured_spark_session(cluster):
     session = cluster.spark
     with pytest.raises(NotPicklableError, match="session"):
         pickled(lambda: session.range(3))
-
-
-def test_stopped_context_is_told_apart_from_none(cluster):
-    stopped = object.__new__(type(cluster.sc))
-    stopped._jsc = None
-    with pytest.raises(NoSparkContextError, match="was stopped"):
-        check_spark(stopped)
 
 
 def broadcasts(cluster) -> list[str]:

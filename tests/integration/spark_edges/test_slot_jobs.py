@@ -8,9 +8,7 @@ import pytest
 
 from spark_elastic.driver.spark.launcher import SparkLauncher
 from tests.integration.clusters import local
-from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
-from tests.leftovers import Before
 
 pytestmark = pytest.mark.cluster
 
@@ -30,28 +28,6 @@ def active_jobs(cluster):
     return cluster.sc.statusTracker().getActiveJobsIds()
 
 
-def connections(cluster):
-    return len(cluster.sc._gateway._gateway_client.deque)
-
-
-def test_32_slots_have_as_many_threads_and_connections_as_8(cluster, tmp_path):
-    counts = {}
-    for slots in (8, 32):  # of which four run
-        before, connected = Before(), connections(cluster)
-        launcher, ends = launcher_of(cluster, f"stay {tmp_path / str(slots)}")
-        (tmp_path / str(slots)).mkdir()
-        for slot in range(slots):
-            launcher.launch(slot)
-        started(tmp_path / str(slots), 4)
-        wait_until(lambda slots=slots: len(active_jobs(cluster)) == slots, WAIT_S, "all jobs are submitted")
-        counts[slots] = (before.threads(), connections(cluster) - connected)
-        launcher.close(WAIT_S)
-        assert len(ends.seen) == slots
-        before.assert_no_threads_left()
-        assert connections(cluster) == connected
-    assert counts[8] == counts[32] == (["spark_elastic launcher"], 1)
-
-
 def test_large_result_comes_whole(cluster):
     launcher, ends = launcher_of(cluster, "big 40000000")
     launcher.launch(0)
@@ -59,21 +35,6 @@ def test_large_result_comes_whole(cluster):
     assert why == "done"
     assert outcome.result == bytes(40_000_000)
     launcher.close(WAIT_S)
-
-
-def test_two_launchers_of_one_context_do_not_mix_their_slots(cluster, tmp_path):
-    first, first_ends = launcher_of(cluster, f"stay {tmp_path}")
-    second, second_ends = launcher_of(cluster, "return second")
-    first.launch(0)
-    started(tmp_path, 1)
-    for slot in range(6):
-        second.launch(slot)
-    assert {outcome.result for _, _, outcome, _ in second_ends.wait_for(6)} == {b"second"}
-    assert first_ends.seen == []
-    second.close(WAIT_S)
-    assert first_ends.seen == []
-    first.close(WAIT_S)
-    assert [why for _, why, _, _ in first_ends.wait_for(1)] == ["the job is over"]
 
 
 @pytest.mark.parametrize("how", ["all", "job", "group"])

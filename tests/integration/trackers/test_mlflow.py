@@ -156,53 +156,6 @@ def test_failed_fit_is_a_failed_run_with_its_error(mlflow: Any, rows: Dataset) -
     assert [step for step, _ in points(mlflow, tracker.run_id, "loss")] == [0, 1]
 
 
-@pytest.mark.soak
-def test_two_fits_in_two_threads_are_two_runs(mlflow: Any, rows: Dataset) -> None:
-    tracker = MLflowCallback(log_models=[])
-    runs: dict[int, str | None] = {}
-
-    def fit(epochs: int) -> None:
-        estimator(tracker, num_proc=1, epochs=epochs).from_dataset_path(rows)
-        runs[epochs] = tracker.run_id
-
-    fits = [threading.Thread(target=fit, args=(epochs,)) for epochs in (2, 3)]
-    for each in fits:
-        each.start()
-    for each in fits:
-        each.join()
-    assert runs[2] != runs[3]
-    assert {epochs: len(points(mlflow, run, "loss")) for epochs, run in runs.items()} == {2: 2, 3: 3}
-
-
-@pytest.mark.soak
-def test_keras_model_is_logged_in_the_flavour_of_keras(mlflow: Any, tmp_path: Path) -> None:
-    import keras
-
-    from spark_elastic import ElasticKerasEstimator
-    from spark_elastic.data.dataset import pack
-
-    features = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
-    packed = pack({"features_0": features, "label_0": features.sum(1)}, tmp_path, shards=2)
-    tracker = MLflowCallback()
-    model = ElasticKerasEstimator(
-        model=keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]),
-        optimizer=keras.optimizers.SGD(0.01),
-        loss="mse",
-        epochs=2,
-        num_proc=1,
-        verbose=0,
-        run_options={"launcher": LocalLauncher()},
-        callbacks=[tracker],
-    ).from_dataset_path(packed)
-    params = mlflow.get_run(tracker.run_id).data.params
-    assert params["model"] == "Sequential(Dense)"
-    assert params["optimizer"].startswith("SGD(learning_rate=")
-    assert points(mlflow, tracker.run_id, "loss") == list(enumerate(model.history["loss"]))
-    served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
-    assert served.metadata.signature.inputs.inputs[0].shape == (-1, 6)
-    assert np.allclose(served.predict(features), model.keras_model.predict(features, verbose=0), atol=1e-5)
-
-
 def fit_of(*callbacks: DriverCallback, epochs: int = 1, values: dict[str, float] | None = None) -> None:
     """The events of a fit without workers."""
     session = CallbackSession(callbacks)

@@ -38,21 +38,6 @@ def test_fit_with_a_kill_has_curves_workers_and_events(rows: Dataset, tmp_path: 
 
 
 @pytest.mark.soak
-def test_resumed_run_continues_its_curves(rows: Dataset, tmp_path: Path) -> None:
-    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "mine", "num_proc": 1}
-
-    def fail() -> None:
-        raise RuntimeError
-
-    callback = TensorBoardCallback(tmp_path / "logs")
-    with pytest.raises(RuntimeError):
-        estimator(callback, At(2, fail), **durable).from_dataset_path(rows)
-    estimator(callback, **durable).from_dataset_path(rows)
-    steps = [each.step for each in read(tmp_path / "logs" / "mine").Scalars("loss/train")]
-    assert sorted(set(steps)) == [0, 1, 2, 3]
-
-
-@pytest.mark.soak
 def test_folder_that_disappears_costs_a_warning_and_not_the_fit(rows: Dataset, tmp_path: Path, caplog: Any) -> None:
     logs = tmp_path / "logs"
     callback = TensorBoardCallback(logs)

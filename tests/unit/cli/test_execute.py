@@ -75,28 +75,24 @@ def test_the_local_launcher_needs_no_spark(script):
     assert isinstance(settings["launcher"], LocalLauncher)
 
 
-def test_missing_script_is_reported_before_spark_starts(capsys):
-    session = FakeSession()
-    assert run_cli("no_such.py", run=FakeRun(), session=session) == 2
-    assert "cannot read the script no_such.py: No such file or directory" in capsys.readouterr().err
-    assert session.opened is None
-
-
-def test_syntax_error_in_the_script_is_reported_before_spark_starts(tmp_path, capsys):
-    path = tmp_path / "bad.py"
-    path.write_text("def (:\n")
-    assert run_cli(str(path), run=FakeRun()) == 2
-    assert "bad.py is not a Python script" in capsys.readouterr().err
-
-
-def test_python_before_the_script_is_explained(capsys):
-    assert run_cli("python3", "train.py", run=FakeRun()) == 2
-    assert "give the script itself, without python3 before it" in capsys.readouterr().err
-
-
-def test_slots_per_host_without_a_discovery_script_is_refused(script, capsys):
-    assert run_cli("--slots-per-host", "2", script, run=FakeRun()) == 2
-    assert "--host-discovery-script" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no_such.py"], "cannot read the script"),
+        (["bad.py"], "is not a Python script"),
+        (["python3", "train.py"], "without python3 before it"),
+        (["--slots-per-host", "2", "train.py"], "--host-discovery-script"),
+        (["--host-discovery-script", "nowhere.sh", "train.py"], "nowhere.sh does not exist"),
+        (["--output-filename", "bad.py/out", "train.py"], "cannot write to --output-filename"),
+    ],
+)
+def test_what_cannot_work_is_reported_before_spark_starts(script, tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("def (:\n")
+    run, session = FakeRun(), FakeSession()
+    assert run_cli(*words, run=run, session=session) == 2
+    assert says in capsys.readouterr().err
+    assert (run.calls, session.opened) == ([], None)
 
 
 def test_the_discovery_script_is_asked_with_the_slots_per_host(script, tmp_path):
@@ -107,13 +103,6 @@ def test_the_discovery_script_is_asked_with_the_slots_per_host(script, tmp_path)
     assert run_cli("--host-discovery-script", str(finder), "--slots-per-host", "2", script, run=run) == 0
     [(_, _, settings)] = run.calls
     assert settings["discovery"].find_available_hosts_and_slots() == {"a": 4, "b": 2}
-
-
-def test_missing_discovery_script_is_reported_before_spark_starts(script, capsys):
-    session = FakeSession()
-    assert run_cli("--host-discovery-script", "nowhere.sh", script, run=FakeRun(), session=session) == 2
-    assert "nowhere.sh does not exist" in capsys.readouterr().err
-    assert session.opened is None
 
 
 def test_a_bug_in_the_script_ends_with_its_traceback_and_exit_code_1(script, capsys):
@@ -156,11 +145,3 @@ def test_output_of_ranks_is_written_to_the_folder_in_place_of_that_of_an_earlier
     [(_, _, settings)] = run.calls
     assert settings["output_dir"] == tmp_path / "out"
     assert not earlier.exists()
-
-
-def test_unwritable_output_folder_is_reported_before_anything_runs(script, tmp_path, capsys):
-    run = FakeRun()
-    (tmp_path / "file").write_text("")
-    assert run_cli("-np", "1", "--output-filename", str(tmp_path / "file" / "out"), script, run=run) == 2
-    assert "cannot write to --output-filename" in capsys.readouterr().err
-    assert run.calls == []

@@ -63,23 +63,3 @@ def test_the_status_page_has_a_port_or_is_off(word, value):
 
 def test_a_cooldown_range_of_zeros_means_none():
     assert run_arguments(parse("--cooldown-range 0 0 train.py"))["cooldown_range"] is None
-
-
-def test_an_unknown_option_names_the_nearest(capsys):
-    assert "unknown option --num-prc; did you mean --num-proc?" in refused("--num-prc 4 train.py", capsys)
-
-
-def test_unknown_option_without_a_similar_one_is_reported_without_a_suggestion(capsys):
-    assert "unknown option --zzzzzzzz\n" in refused("--zzzzzzzz train.py", capsys)
-
-
-def test_a_word_where_a_number_belongs_is_refused(capsys):
-    assert "-np" in refused("-np four train.py", capsys)
-
-
-def test_a_setting_without_a_value_is_refused(capsys):
-    assert "expected NAME=VALUE, not 'spark.x'" in refused("--conf spark.x train.py", capsys)
-
-
-def test_an_option_whose_value_is_missing_is_refused(capsys):
-    assert "--reset-limit" in refused("--reset-limit", capsys)

@@ -22,7 +22,7 @@ from spark_elastic.data.catalog import (
     mark_used,
 )
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.materialization import fewer_tasks, long_write
+from spark_elastic.data.materialization import long_write
 from spark_elastic.data.store import Store
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -142,31 +142,12 @@ def test_lease_in_a_store_without_times_is_valid_until_the_time_in_it(left_s):
     store.delete()
 
 
-def test_clear_cache_deletes_kept_datasets_too(store):
-    make(store, "kept", keep=True)
-    make(store, "not", keep=False)
-    assert sorted(clear_cache(store)) == ["kept", "not"]
-    assert names(store) == []
-
-
-def test_clear_cache_can_leave_recently_used_datasets(store):
-    make(store, "old", keep=True, age_s=2 * HOUR)
-    make(store, "new", keep=True)
-    assert clear_cache(store, older_than_s=HOUR) == ["old"]
-
-
 def test_clear_cache_to_a_size_deletes_the_least_recently_used_first(store):
     for name, hours in (("b", 2), ("a", 1), ("c", 3)):
         make(store, name, keep=True, age_s=hours * HOUR, rows=1000)
     assert clear_cache(store, max_bytes=20_000) == ["c"]
     assert clear_cache(store, max_bytes=20_000) == []
     assert names(store) == ["a", "b"]
-
-
-def test_use_of_a_dataset_resets_its_age(store):
-    dataset = make(store, "set", keep=False, age_s=2 * DAY)
-    mark_used(dataset.store, keep=False)
-    assert collect_orphans(store) == []
 
 
 def test_temporary_datasets_are_deleted_at_exit_unless_kept_since(store):
@@ -188,14 +169,6 @@ def test_temporary_datasets_are_deleted_at_exit_unless_kept_since(store):
 )
 def test_write_that_took_long_says_how_rows_are_used_again(store, seconds, kept, line):
     assert long_write(seconds, store, kept) == (line and line.format(url=store.url))
-
-
-@pytest.mark.parametrize(
-    ("partitions", "slots", "tasks"),
-    [(8, 2, None), (128, 2, None), (129, 2, 32), (2000, 2, 32), (100_000, 2, 1563), (2000, 100, None)],
-)
-def test_very_many_partitions_are_joined_to_a_few_for_each_slot(partitions, slots, tasks):
-    assert fewer_tasks(partitions, slots) == tasks
 
 
 def test_forked_child_deletes_nothing(store):

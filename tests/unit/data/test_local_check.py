@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spark_elastic.data.catalog import clear_cache, folder_of, mark_used
 from spark_elastic.data.dataset import pack
-from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.leftovers import nothing_left
 
@@ -82,41 +78,6 @@ def test_files_are_compared_once_and_again_after_a_change(tmp_path, monkeypatch)
     read.clear()
     checked(dataset)
     assert read == [written_to]
-
-
-def test_processes_of_a_host_share_the_comparison(tmp_path):
-    dataset = make(tmp_path)
-    program = f"""
-import pathlib, sys
-from spark_elastic.data.dataset import Dataset
-read, real = [], pathlib.Path.open
-def opened(path, *args, **kwargs):
-    read.append(path) if path.suffix in (".rows", ".side") else None
-    return real(path, *args, **kwargs)
-pathlib.Path.open = opened
-dataset = Dataset.open({str(tmp_path)!r})
-sys.stdin.readline()
-with dataset.reader(batch_size=1000) as reader:
-    reader.checked()
-print(len(read))
-"""
-    others = [
-        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    for other in others:
-        other.stdin.write("go\n")
-        other.stdin.flush()
-    assert sum(int(other.communicate(timeout=60)[0]) for other in others) == len(dataset.manifest.files)
-
-
-def test_records_of_the_comparison_are_deleted_with_the_dataset(tmp_path):
-    store = Store.create(tmp_path)
-    dataset = make(folder_of(store, "set"))
-    mark_used(dataset.store, keep=True)
-    checked(dataset)
-    assert dataset.store.list("checked")
-    assert clear_cache(store) == ["set"]
 
 
 def test_read_only_dataset_is_compared_too(tmp_path):

@@ -76,30 +76,10 @@ def test_rank_reads_only_what_the_windows_of_its_streams_cover(rows, lanes, size
     assert sorted(seen) == list(range(rows))
 
 
-@settings(max_examples=50, deadline=None)
-@given(rows=st.integers(0, 5000), lanes=st.integers(1, 64))
-def test_streams_differ_by_at_most_a_row_and_follow_each_other_in_the_sequence(rows, lanes):
-    order = WindowedShuffle(rows, 0, 0, WindowSettings(lanes, 16, 64))
-    spans = [order.stream(lane) for lane in range(lanes)]
-    assert max(length for _, length in spans) - min(length for _, length in spans) <= 1
-    assert [begin for begin, _ in spans] == np.cumsum([0, *[length for _, length in spans]])[:-1].tolist()
-    assert sum(length for _, length in spans) == rows
-
-
 def test_ranks_take_equal_parts_of_batches_that_the_streams_divide():
     order = WindowedShuffle(100_000, 0, 0, WindowSettings(64, 256, 4096))
     for size in (1, 2, 4, 8, 64):
         assert {len(order.take([1024, 2048], rank, size)[0]) for rank in range(size)} == {1024 // size}
-
-
-@pytest.mark.parametrize("batch", [1, 7, 64, 100, 1000])
-def test_ranks_take_nearly_equal_parts_of_batches_of_any_size(batch):
-    order = WindowedShuffle(20_000, 0, 0, WindowSettings(128, 16, 200))
-    edges = list(range(0, 20_001, batch))
-    for size in (2, 3, 5, 8, 16):
-        counts = np.array([order.take(edges, rank, size)[1] for rank in range(size)])
-        largest = -(-128 // size) / 128  # the largest share of the streams
-        assert counts.max() <= batch * largest + 3
 
 
 def test_orders_differ_between_seeds_and_epochs():

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.manifest import MANIFEST_NAME, Kind, seal
+from spark_elastic.data.manifest import MANIFEST_NAME, seal
 from spark_elastic.errors import DataError, DatasetError
-from tests.unit.data.datasets import field_of
 
 
 def records(dataset, split="train"):
@@ -68,13 +64,6 @@ def test_a_file_ends_before_it_is_larger_than_shard_bytes(tmp_path):
     np.testing.assert_array_equal(records(dataset)["label_0"], np.arange(rows))
 
 
-def test_a_large_sidecar_ends_a_file_too(tmp_path):
-    rows = 250
-    dataset = pack({"image": [bytes([n % 251]) * 1000 for n in range(rows)]}, tmp_path, shard_bytes=100_000)
-    assert [shard.rows for shard in dataset.manifest.splits["train"]] == [100, 100, 50]
-    assert sidecar_values(dataset, "image") == [bytes([n % 251]) * 1000 for n in range(rows)]
-
-
 def test_checksums_are_those_of_the_files(tmp_path):
     dataset = pack({"text": ["a", "bc"], **table(2)}, tmp_path)
     (shard,) = dataset.manifest.splits["train"]
@@ -98,39 +87,12 @@ def test_gaps_between_fields_hold_zeros_and_not_what_the_memory_held_before(tmp_
     assert not stored[:, gap].any()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
-    dense = np.zeros((5, 11), dtype)
-    dense[0, 3], dense[2, [0, 10]], dense[4, 5:8] = 1.5, (2, -3), (7, 8, 9)
-    dataset = pack({"x": dense}, tmp_path, sparse=["x"])
-    assert field_of(dataset, "x").kind is Kind.SPARSE
-    again = np.zeros_like(dense)
-    for row, data in enumerate(sidecar_values(dataset, "x")):
-        count = len(data) // (4 + again.itemsize)
-        again[row, np.frombuffer(data[: 4 * count], np.int32)] = np.frombuffer(data[4 * count :], dtype)
-    np.testing.assert_array_equal(again, dense)
-
-
-def test_arrays_of_variable_length_keep_their_dtype(tmp_path):
-    values = [np.arange(n, dtype=np.int16) for n in (3, 0, 5)]
-    dataset = pack({"tokens": values}, tmp_path)
-    assert (field_of(dataset, "tokens").kind, field_of(dataset, "tokens").dtype) == (Kind.ARRAY, "<i2")
-    assert [np.frombuffer(data, "<i2").tolist() for data in sidecar_values(dataset, "tokens")] == [
-        value.tolist() for value in values
-    ]
-
-
 def test_dataset_can_be_in_any_store():
     dataset = pack(table(10), "memory://sets/one")
     assert records(Dataset.open("memory://sets/one"))["label_0"].tolist() == list(range(10))
     dataset.delete()
     with pytest.raises(DatasetError, match="holds no manifest"):
         Dataset.open("memory://sets/one")
-
-
-def test_dataset_can_be_pickled(tmp_path):
-    dataset = pack(table(4), tmp_path)
-    assert pickle.loads(pickle.dumps(dataset)) == dataset
 
 
 @pytest.mark.parametrize(
@@ -300,61 +262,3 @@ def test_a_manifest_that_lost_a_sidecar_is_a_damaged_dataset(tmp_path):
     with Dataset.open(tmp_path).reader("train", batch_size=3) as reader, pytest.raises(DatasetError) as caught:
         next(iter(reader.epoch(0)))
     assert str(tmp_path) in str(caught.value)
-
-
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(1 << 60, 1 << 70)
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from(["O", "<f4", "S0", "V9", "f4,f4", "(2,2)f4", "<M8[s]", "train", "string", "a/../b", "\0"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def places(document, path=()):
-    """Return the paths of all values in a document."""
-    yield from [path] if path else []
-    entries = document.items() if isinstance(document, dict) else enumerate(document)
-    for key, value in entries if isinstance(document, (dict, list)) else ():
-        if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
-        else:
-            yield (*path, key)
-
-
-@given(data=st.data())
-@settings(max_examples=250)
-def test_any_invalid_manifest_raises_only_dataset_error(tmp_path_factory, data):
-    folder = tmp_path_factory.getbasetemp() / "fuzzed set"
-    if not folder.exists():
-        pack({**table(8), "text": ["abc"] * 8}, folder, validation=table(4) | {"text": ["d"] * 4})
-        (folder / "written").write_bytes((folder / MANIFEST_NAME).read_bytes())
-    document = json.loads(unsealed((folder / "written").read_bytes()))
-    for path in data.draw(st.sets(st.sampled_from(sorted(places(document), key=str)), min_size=1, max_size=2)):
-        parent = document
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            if data.draw(st.booleans()):
-                parent[path[-1]] = data.draw(PLAIN)
-            else:
-                del parent[path[-1]]
-        except (KeyError, IndexError, TypeError):  # its parent was changed before it
-            continue
-    (folder / MANIFEST_NAME).write_bytes(seal(document))
-    try:
-        dataset = Dataset.open(folder)
-        for split in dataset.splits:
-            assert dataset.rows(split) >= 0
-            with dataset.reader(split, batch_size=3) as reader:
-                for _ in reader.epoch(0):
-                    pass
-    except DatasetError as error:
-        complaint = str(error)
-    else:
-        return
-    assert str(folder) in complaint

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.order.permutation import Permutation, derived_key, hashes, splitmix64
+from spark_elastic.data.order.permutation import Permutation, derived_key
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -63,9 +63,3 @@ def test_batches_of_sorted_rows_vary_as_much_as_those_of_a_shuffle(rows):
     assert abs(np.var(means) / expected - 1) < 0.15
     assert abs(np.mean(pairs)) < 4 / np.sqrt(1_000_000)
     assert abs(cells / cells.sum() * 100 - 1).max() < 0.06
-
-
-def test_splitmix64_is_the_same_for_numbers_and_arrays():
-    states = [0, 1, 2**63, 2**64 - 1]
-    assert [int(hashes(state, 0, 1)[0]) for state in states] == [splitmix64(state) for state in states]
-    assert splitmix64(0) == 0xE220A8397B1DCDAF  # of the reference implementation

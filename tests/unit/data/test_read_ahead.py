@@ -94,9 +94,3 @@ def test_permutation_preloads_everything_once():
     for start in (0, 10):
         ahead.prepare(order, start, start + 10, 0, 1)
     assert (source.all, source.open) == (1, {})
-
-
-def test_small_dataset_is_preloaded_for_any_order():
-    source = Recording(preload_always=True)
-    ReadAhead(source, ROWS).prepare(WindowedShuffle(100, 0, 0, WindowSettings(4, 5, 20)), 0, 10, 0, 1)
-    assert (source.all, source.open) == (1, {})

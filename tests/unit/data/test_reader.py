@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import spark_elastic.data
 from spark_elastic.data.dataset import pack
 from spark_elastic.data.order.windows import WindowSettings
-from spark_elastic.data.reader import BatchReader, resolve_order
+from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.rows import Sidecars
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.integration.processes import wait_until
@@ -100,12 +99,6 @@ def test_epochs_and_seeds_differ_and_repeat(tmp_path):
 
     assert read(0, 0) == read(0, 0)
     assert len({tuple(read(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
-def test_one_pass_can_have_another_batch_size(tmp_path):
-    with numbered(tmp_path, [100]).reader(batch_size=10) as reader:
-        assert [batch.rows for batch in reader.epoch(0, 5, batch_size=40)] == [40, 40, 15]
-        assert [batch.rows for batch in reader.epoch(0, 100)] == []
 
 
 def test_windowed_shuffle_does_not_depend_on_the_batch_size(tmp_path):
@@ -205,13 +198,6 @@ def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
     dataset = numbered(tmp_path, [512, 600])
     os.truncate(tmp_path / "1.rows", 600 * 24 - 5)
     with pytest.raises(DatasetError, match=r"1\.rows has 14395 bytes, the manifest says 14400"):
-        dataset.reader(batch_size=10)
-
-
-def test_missing_shard_is_named_in_the_error(tmp_path):
-    dataset = numbered(tmp_path, [512, 600])
-    (tmp_path / "0.rows").unlink()
-    with pytest.raises(DatasetError, match=r"0\.rows"):
         dataset.reader(batch_size=10)
 
 
@@ -321,15 +307,3 @@ def test_closed_reader_raises(tmp_path):
 def test_invalid_options_are_refused_with_the_valid_ones(tmp_path, options, message):
     with pytest.raises(InvalidSettingsError, match=message):
         numbered(tmp_path, [10]).reader(**{"batch_size": 4, **options})
-
-
-def test_the_order_is_resolved_from_the_manifest_alone(tmp_path):
-    dataset = numbered(tmp_path, [10])
-    assert resolve_order(dataset) == "global"
-    assert resolve_order(dataset, order="lanes") == "lanes"
-    assert resolve_order(dataset, shuffle=False) == "global"
-
-
-@pytest.mark.parametrize("name", sorted(spark_elastic.data.__all__))
-def test_public_names_can_be_imported(name):
-    assert getattr(spark_elastic.data, name).__name__ == name

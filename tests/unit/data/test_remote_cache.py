@@ -21,7 +21,7 @@ from spark_elastic.data import remote_cache
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
-from spark_elastic.data.remote_cache import CachedSplit, RemoteFile
+from spark_elastic.data.remote_cache import CachedSplit
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
@@ -103,19 +103,6 @@ def test_sidecars_are_fetched_with_the_rows_that_refer_to_them(tmp_path):
         for batch in reader.epoch(0):
             seen |= dict(zip(batch["id"].tolist(), batch["text"], strict=True))
     assert seen == dict(enumerate(values["text"]))
-
-
-def test_fetched_sidecars_have_values_of_all_kinds(tmp_path):
-    rows = 500
-    sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
-    values = {"id": np.arange(rows), "text": [f"{row:0{row % 9}d}" for row in range(rows)], "sparse": sparse}
-    pack(values, tmp_path / "set", sparse=["sparse"], shards=3)
-    _, dataset = remote(tmp_path / "set")
-    for order in ("global", "lanes"):
-        with dataset.reader(batch_size=64, cache_dir=tmp_path / order, order=order) as reader:
-            for batch in reader.epoch(0):
-                assert batch["text"] == [values["text"][row] for row in batch["id"]]
-                assert (batch["sparse"] == sparse[batch["id"]]).all()
 
 
 @pytest.mark.parametrize("options", [{"order": "lanes"}, {"order": "global"}, {"order": "auto"}])
@@ -201,14 +188,6 @@ def test_shards_unread_for_days_are_deleted_unless_held(tmp_path):
     assert not dead.exists()
     assert len(list(cache.glob("*.shard"))) == 3
     split.close()
-
-
-def test_first_batch_in_the_order_of_the_files_fetches_a_few_shards_only(tmp_path):
-    pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set", shards=10)
-    far, dataset = remote(tmp_path / "set")
-    with dataset.reader(batch_size=4, shuffle=False, prefetch=0, cache_dir=tmp_path / "cache") as reader:
-        assert next(reader.epoch(0)).rows == 4
-    assert far.read_bytes < dataset.manifest.nbytes("train") * 0.6
 
 
 @pytest.mark.parametrize("damage", ["written", "cut off", "partial"])
@@ -307,41 +286,6 @@ def test_dropped_connection_is_retried_with_a_new_handle(tmp_path):
     assert far.drops == 0
 
 
-def test_threads_never_share_a_handle():
-    handles = []
-
-    class Handle:
-        def __init__(self):
-            handles.append(self)
-            self.busy = False
-            self.closed = False
-
-        def read_at(self, nbytes, offset):
-            assert not self.busy
-            self.busy = True
-            data = bytes(nbytes)
-            self.busy = False
-            return data
-
-        def close(self):
-            self.closed = True
-
-    class Stack(list):
-        """A list from which another thread takes the last item between a look and a pop."""
-
-        def __bool__(self):
-            return True
-
-    file = RemoteFile(Handle, "a")
-    file._idle = Stack()
-    assert file.read(0, 3) == bytes(3)
-    assert file.read(0, 3) == bytes(3)
-    assert len(handles) == 1
-    file._idle = list(file._idle)
-    file.close()
-    assert handles[0].closed
-
-
 def test_new_dataset_at_an_old_url_is_not_read_from_the_cache(tmp_path):
     for add in (0, 7):
         where = tmp_path / "set"
@@ -399,17 +343,3 @@ def test_shuffle_of_more_shards_than_files_may_be_open_raises_that_limit(tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert sorted(batch) == list(range(450))
-
-
-def test_request_after_a_released_one_that_failed_reads_the_store_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote_cache, "_PAUSES_S", ())
-    numbered(tmp_path / "set", [100])
-    far, dataset = remote(tmp_path / "set")
-    far.stuck, far.gate, far.drops = threading.Event(), threading.Event(), 1
-    with contextlib.closing(opened(dataset, tmp_path / "cache")) as split:
-        (fetch,) = (first := split.request([(0, 100)])).values()
-        assert far.stuck.wait(20)
-        split.release(first)
-        far.gate.set()
-        assert isinstance(fetch.exception(20), StoreError)
-        split.wait(split.request([(0, 100)]), Future())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import uuid
 
@@ -100,20 +99,6 @@ def test_existing_file_can_be_kept(store):
     assert not store.write_bytes("x", b"yours", only_if_absent=True)
     assert store.read_bytes("x") == b"mine"
     assert [entry.path for entry in store.list()] == ["x"]  # nothing half-written stays
-
-
-def test_a_store_survives_a_pickle(store):
-    store.write_bytes("x", b"1")
-    again = pickle.loads(pickle.dumps(store))
-    assert again.read_bytes("x") == b"1"
-    assert again.url == store.url
-
-
-def test_missing_files_raise_file_not_found(store):
-    with pytest.raises(FileNotFoundError):
-        store.read_bytes("nothing")
-    with pytest.raises(FileNotFoundError):
-        store.open_input("nothing")
 
 
 def test_paths_cannot_leave_the_store(store):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data import travel
-from spark_elastic.data.travel import arrived, expressions, groups_of
+from spark_elastic.data.travel import arrived, groups_of
 
 pa = pytest.importorskip("pyarrow")
 
@@ -29,25 +29,11 @@ def test_columns_of_one_type_travel_together_and_others_alone():
     assert groups_of(types) == (("a", "c", "e", "f"), ("b",), ("d",), ("g",))
 
 
-def test_few_columns_of_a_type_travel_alone():
-    assert groups_of({"a": "float", "b": "float", "c": "float"}) == (("a",), ("b",), ("c",))
-
-
 def test_every_column_is_in_one_group_however_many_there_are():
     types = {f"c{index}": "double" for index in range(2 * travel._MOST_JOINED + 3)}
     groups = groups_of(types)
     assert sorted(name for names in groups for name in names) == sorted(types)
     assert max(map(len, groups)) <= travel._MOST_JOINED
-
-
-def test_groups_do_not_depend_on_the_order_of_a_set():
-    types = {f"{kind}{index}": kind for index in range(4) for kind in ("double", "long", "float", "integer")}
-    assert groups_of(types) == tuple(sorted(groups_of(types)))
-
-
-def test_spark_is_asked_for_an_array_of_each_group_of_several():
-    asked = expressions((("a", "b"), ("c",)), str.upper, lambda *names: names)
-    assert asked == [("A", "B"), "C"]
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "int8", "int16", "int32", "int64"])
@@ -73,9 +59,3 @@ def test_nan_stays_nan_beside_a_null(null_count):
         assert column.null_count == null_count
         assert np.isnan(column[1].as_py())
         assert column[2].as_py() == np.inf
-
-
-def test_an_empty_batch_arrives_empty():
-    columns = {name: pa.array([], pa.float32()) for name in "abcd"}
-    found = arrived(sent(columns, (tuple("abcd"),)), (tuple("abcd"),))
-    assert [len(column) for column in found.columns] == [0] * 4

@@ -36,27 +36,6 @@ def test_an_address_that_others_could_not_reach_is_avoided():
     assert book.choose([1, 2]) == {1: "192.168.0.1", 2: "10.0.0.2"}
 
 
-def test_agents_on_one_host_are_not_probed():
-    book = AddressBook()
-    book.joined(1, hello("a", 0, eth0="10.0.0.1"), "10.0.0.1")
-    book.joined(2, hello("a", 1, eth0="10.0.0.1"), "10.0.0.1")
-    assert book.probes_for(2) == []
-
-
-def test_an_unanswered_probe_rules_nothing_out():
-    book = AddressBook()
-    book.joined(1, hello("a", eth0="10.0.0.1"), "10.0.0.1")
-    book.joined(2, hello("b", eth0="10.0.0.2"), "10.0.0.2")
-    book.probes_for(2)
-    assert book.choose([1, 2]) == {1: "10.0.0.1", 2: "10.0.0.2"}
-
-
-def test_nics_narrow_the_choice():
-    book = AddressBook(nics=["eth1"])
-    book.joined(1, hello("a", eth0="10.0.0.1", eth1="192.168.0.1"), "10.0.0.1")
-    assert book.choose([1]) == {1: "192.168.0.1"}
-
-
 def test_a_host_without_the_interface_is_named_with_what_it_has():
     book = AddressBook(nics=["ib0"])
     with pytest.raises(

@@ -70,8 +70,7 @@ JOIN_S = 15.0
 """Much longer than it takes, and less than the waits of agents."""
 
 
-@pytest.mark.parametrize("limit", [256, 1024])
-@pytest.mark.parametrize("kind", ["silent", "rubbish"])
+@pytest.mark.parametrize(("kind", "limit"), [("silent", 256), ("rubbish", 1024)])
 def test_agents_get_in_during_a_flood_and_descriptors_and_log_stay_bounded(kind, limit):
     key = os.urandom(32)
     server = started(SERVER, str(limit), key.hex())

@@ -48,12 +48,6 @@ BUGS = (
         "            generator in [each for each, _ in self._generators[3:]] or kind.seed(generator, own)\n",
     ),
     Bug(
-        "Python's random numbers go on from shard to shard",
-        _RANDOM,
-        "            kind.seed(generator, own)\n",
-        "            generator is random._inst or kind.seed(generator, own)\n",
-    ),
-    Bug(
         "random numbers after the step are those of the last shard",
         _WORKERS,
         "        self.seed_shard(key, self.count)\n",

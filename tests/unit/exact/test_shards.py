@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import Position, process
 from spark_elastic.errors import OutsideLoopError, UsageError
 from tests.unit.exact.bugs import BUGS, train_with
-from tests.unit.exact.loops import optimizers, train
+from tests.unit.exact.loops import train
 from tests.unit.ml.in_worlds import kill_and_add
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
@@ -32,7 +32,9 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@functools.cache
 def in_one(*args: Any, **kwargs: Any) -> Any:
+    """Train in a world of one: what all others have to come to."""
     try:
         return train(*args, **kwargs)
     finally:
@@ -43,48 +45,22 @@ def train_slowly(*args: Any, **kwargs: Any) -> Any:
     return train(*args, after_step=lambda step: tell("step", step), **kwargs)
 
 
-def test_two_runs_have_the_same_bits_and_another_seed_has_others():
-    assert in_one(4) == in_one(4)
-    assert in_one(4)[0] != in_one(3)[0]
-
-
 @pytest.mark.parametrize(("virtual", "optimizer"), [(4, "momentum"), (3, "adam"), (1, "momentum")])
 def test_the_number_of_workers_changes_no_bit(virtual, optimizer):
     expected = in_one(virtual, optimizer)
-    for size in (2, 3, 4):
+    for size in (2, 3):
         with WorldDriver(start_with=size) as driver:
             driver.start(train, virtual, optimizer, count=size)
             assert all(result == expected for result in driver.results(size)), f"{size} workers"
 
 
-def storm(seed: int, virtual: int, optimizer: str, expected: Any) -> int:
-    """Train through one schedule; return the number of worlds."""
+@pytest.mark.parametrize(("seed", "virtual", "optimizer"), [(0, 5, "momentum"), (1, 4, "adam")])
+def test_kills_and_arrivals_change_no_bit(seed, virtual, optimizer):
+    start = (train_slowly, virtual, optimizer)
     with WorldDriver(start_with=3) as driver:
-        start = (train_slowly, virtual, optimizer)
         driver.start(*start, count=3)
         kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
-        for result in driver.results(1):
-            assert result == expected, f"schedule {seed}"
-        return len(driver.worlds)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_kills_and_arrivals_change_no_bit(seed):
-    virtual, optimizer = [2, 4, 5][seed % 3], list(optimizers())[seed % 2]
-    storm(seed, virtual, optimizer, in_one(virtual, optimizer))
-
-
-@pytest.mark.soak
-def test_a_hundred_schedules_of_kills_and_arrivals_change_no_bit():
-    """SOAK_SEED: the first schedule; SOAK_SCHEDULES: their number."""
-    expected: dict[tuple[int, str], Any] = {}
-    first = int(os.environ.get("SOAK_SEED", "100"))
-    for seed in range(first, first + int(os.environ.get("SOAK_SCHEDULES", "100"))):
-        kind = [1, 2, 3, 4, 5][seed % 5], list(optimizers())[seed % 2]
-        if kind not in expected:
-            expected[kind] = in_one(*kind)
-        storm(seed, *kind, expected[kind])
-        print(f"schedule {seed}: {kind} ok", flush=True)
+        assert all(result == in_one(virtual, optimizer) for result in driver.results(1))
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
@@ -94,13 +70,6 @@ def test_planted_bug_is_noticed(bug):
         driver.start(train_with, bug, 5, count=3)
         results = driver.results(3)
     assert any(result != expected for result in results)
-
-
-def test_planted_bugs_are_noticed_because_of_the_bug():
-    expected = in_one(5)
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_with, None, 5, count=3)
-        assert driver.results(3) == [expected] * 3
 
 
 def resumed(virtual: int, saved: bytes) -> Any:
@@ -309,15 +278,6 @@ def test_shards_before_the_elastic_loop_of_a_running_job_are_refused():
     process.position = Position(rank=1, size=3)
     with pytest.raises(OutsideLoopError, match="none of the other 2 workers"), torch.no_grad():
         list(workers.shards(8, 0))
-
-
-def test_a_sum_that_was_not_named_is_refused():
-    hvd.init()
-    model, optimizer = linear()
-    workers = hvd.elastic.virtual_workers(2, model, optimizer, sums=["loss"])
-    with pytest.raises(UsageError, match="'los' is not one of"):  # noqa: PT012
-        for shard in workers.shards(4, 0):
-            shard.add("los", 1.0)
 
 
 # --- the environment ----------------------------------------------------------------------------------

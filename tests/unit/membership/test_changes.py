@@ -85,14 +85,6 @@ def test_late_report_of_spark_does_not_change_an_old_loss():
     assert job.said[1] == "rank 1 on executor 1 lost (killed by signal 11): 3 -> 2 workers, 0.05 s, no step lost"
 
 
-def test_losses_with_the_same_cause_are_one_sentence():
-    job = Job(4)
-    for number in (2, 3):
-        job.tell(5.0, e.ExecutorLost(str(number), exited(137)))
-    job.ready(5.5, 1, 2)
-    assert job.said[-1] == "executors 2, 3 lost (killed by signal 9): 4 -> 2 workers, 0.50 s, no step lost"
-
-
 def test_steps_that_have_to_be_done_again_are_counted():
     job = Job(2)
     job.tell(4.0, e.WorkerAlive(1, step_at(57)))
@@ -114,28 +106,11 @@ def test_function_in_no_loop_is_said_to_start_again(in_loop: bool) -> None:
     assert str(change).endswith("no step lost" if in_loop else "from its beginning: it was in no elastic loop")
 
 
-def test_newcomer_is_announced_with_its_executor_and_the_pause():
-    job = Job(2)
-    job.tell(5.0, e.AgentJoined(7, Place("h9", "9", 2)))
-    job.tell(6.0, e.WorkerReady(3, 0, None, at_init=True))
-    job.tell(7.0, e.WorkerReady(3, 0, None))
-    job.ready(7.2, 1, 2)
-    assert job.said[-1].startswith("a worker on executor 9 joined: 2 -> 3 workers, ")
-    assert job.said[-1].endswith(" s, no step lost")
-
-
 def test_a_decommissioned_executor_is_drained():
     job = Job(3)
     job.tell(5.0, e.ExecutorDecommissioned("2"))
     job.ready(5.1, 1, 2, 3)
     assert job.said[-1] == "executor 2 drained (decommissioned): 3 -> 2 workers, 0.00 s, no step lost"
-
-
-def test_round_that_broke_without_a_loss_is_announced_with_the_reason():
-    job = Job(2)
-    job.ready(5.0, 1)
-    job.ready(5.3, 2)
-    assert job.said[-1] == "round 1 broken (a collective failed for rank 0 on h0): 2 workers, 0.30 s, no step lost"
 
 
 def test_messages_of_workers_are_changes_and_their_number_is_limited():
@@ -147,13 +122,6 @@ def test_messages_of_workers_are_changes_and_their_number_is_limited():
         job.log.notice(1, "again", 5.0)
     assert len(job.said) == 1 + MOST_NOTICES
     assert job.said[-1].startswith("rank 0: again (further")
-
-
-def test_local_processes_are_named_by_their_ranks():
-    job = Job(2, executors="driver")
-    job.tell(5.0, e.WorkerLost(1, exited(-9)))
-    job.ready(5.1, 2)
-    assert job.said[-1].startswith("rank 0 on h0 lost (killed by signal 9)")
 
 
 def test_local_processes_that_are_lost_together_are_one_sentence():
@@ -182,15 +150,6 @@ def test_a_wait_lasts_until_the_next_world():
     assert all(wait.lasted_s is not None for wait in waits)
 
 
-def test_a_loss_is_open_until_the_next_world_is_there():
-    job = Job(2, minimum=2)
-    job.tell(5.0, e.WorkerLost(2, exited(-9)))
-    job.ready(5.1, 1)
-    lost = next(change for change in job.log.changes if change.kind == "lost")
-    assert (lost.open, lost.pause_s) == (True, None)
-    assert str(lost) == "rank 1 on executor 1 lost (killed by signal 9): 2 -> 1 worker"
-
-
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
@@ -210,10 +169,6 @@ def test_a_signal_has_the_same_words_in_each_line_of_a_loss():
     for cause in (exited(-15), LossCause(LossKind.DYING, code=-15)):
         assert loss_in_words(cause) == "killed by signal 15 (SIGTERM)"
     assert loss_in_words(LossCause(LossKind.AGENT_EXITED, code=-15)) == "its agent was killed by signal 15 (SIGTERM)"
-
-
-def test_closed_connection_explains_no_loss():
-    assert lost(LossKind.AGENT_LOST, CLOSED).is_symptom
 
 
 def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():

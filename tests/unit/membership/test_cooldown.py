@@ -18,25 +18,6 @@ def test_the_first_failure_of_a_slot_delays_it_by_the_shortest_pause_only() -> N
     assert cooldown.ready_at(slot(1)) <= 100.0
 
 
-def test_each_further_failure_doubles_the_pause_up_to_the_longest() -> None:
-    cooldown = Cooldown((1.0, 5.0))
-    pauses = []
-    now = 0.0
-    for _ in range(5):
-        cooldown.failed(HERE, now)
-        pauses.append(cooldown.slot_ready_at(0) - now)
-        now = cooldown.slot_ready_at(0)
-    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
-
-
-def test_an_executor_cools_down_after_three_failures_on_different_slots() -> None:
-    cooldown = Cooldown((1.0, 60.0))
-    kinds = [[c.kind for c in cooldown.failed(slot(i), now=10.0 * i)] for i in range(3)]
-    assert kinds == [["slot"], ["slot"], ["slot", "executor"]]
-    assert cooldown.ready_at(slot(7)) == 21.0
-    assert cooldown.slot_ready_at(7) < 21.0
-
-
 def test_a_host_cools_down_after_six_failures_on_different_executors() -> None:
     cooldown = Cooldown((1.0, 60.0))
     kinds = [[c.kind for c in cooldown.failed(slot(i, f"exec{i}"), now=10.0 * i)] for i in range(6)]
@@ -64,13 +45,6 @@ def test_without_a_range_nothing_ever_pauses() -> None:
     cooldown = Cooldown(None)
     assert [cooldown.failed(HERE, now) for now in (0.0, 0.0, 1.0)] == [[], [], []]
     assert cooldown.ready_at(HERE) < 0
-
-
-def test_a_slot_alone_can_be_blamed() -> None:
-    cooldown = Cooldown((1.0, 60.0))
-    for now in (0.0, 10.0, 20.0, 30.0):
-        cooldown.slot_failed(0, now)
-    assert cooldown.ready_at(slot(1)) < 0
 
 
 def test_thousands_of_failures_do_not_overflow_or_pile_up() -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
-
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
 from spark_elastic.membership import events
 from spark_elastic.membership.commands import (
@@ -14,12 +12,8 @@ from spark_elastic.membership.commands import (
     CutPeers,
     FailJob,
     FinishJob,
-    LaunchSlot,
-    NotifyHostsUpdated,
-    PublishWorld,
     StartWorker,
     StopWorker,
-    WithdrawSlot,
 )
 from spark_elastic.membership.events import (
     AgentAlive,
@@ -31,7 +25,6 @@ from spark_elastic.membership.events import (
     JobStarted,
     SlotEnded,
     Tick,
-    WorkerAbandoned,
     WorkerAlive,
     WorkerDone,
     WorkerLost,
@@ -44,8 +37,6 @@ from spark_elastic.membership.reasons import (
     LossKind,
     Wait,
     WaitKind,
-    WorldChange,
-    WorldChangeKind,
     reported,
 )
 from spark_elastic.membership.states import Phase
@@ -97,29 +88,6 @@ def test_a_job_can_be_cancelled_before_it_starts() -> None:
     assert machine.handle(JobStarted(), 1.0) == []
 
 
-def test_all_slots_are_launched_once() -> None:
-    machine = Membership(ElasticSettings(1, 1, 3))
-    assert only(LaunchSlot, machine.handle(JobStarted(), 0.0)) == [LaunchSlot(0), LaunchSlot(1), LaunchSlot(2)]
-    assert machine.handle(JobStarted(), 0.0) == []
-
-
-def test_a_reason_is_announced_once_and_not_again_until_it_changes() -> None:
-    machine = Membership(ElasticSettings(2, 2, 2))
-    machine.handle(JobStarted(), 0.0)
-    machine.handle(AgentJoined(1, at(0)), 1.0)
-    assert only(Announce, machine.handle(Tick(), 5.0)) == []
-    said = only(Announce, machine.handle(WorkerReady(1, 0, None, at_init=True), 6.0))
-    assert [c.record.reason for c in said if isinstance(c, Announce) and isinstance(c.record, Waiting)] == [
-        "1 of 2 workers ready; waiting up to 594 s for at least 2"
-    ]
-
-
-def test_the_exit_code_after_the_closed_channel_is_no_second_failure() -> None:
-    machine = training(2)
-    assert failures(machine.handle(WorkerLost(1, reported("channel closed")), 1.0)) == ["slot"]
-    assert machine.handle(WorkerLost(1, exited(-9)), 1.1) == []
-
-
 def test_worker_agent_slot_and_executor_of_one_death_are_one_failure_in_any_order() -> None:
     signs: list[Event] = [
         WorkerLost(1, reported("channel closed")),
@@ -156,84 +124,12 @@ def test_an_exit_with_0_without_a_done_is_a_loss() -> None:
         assert only(CutPeers, machine.handle(later, 3.0)) != [], later
 
 
-def test_a_worker_is_not_restarted_on_an_agent_that_died_with_it() -> None:
-    machine = training(2)
-    machine.handle(WorkerLost(1, reported("channel closed")), 1.0)
-    machine.handle(AgentLost(1, reported("channel closed")), 1.1)
-    assert only(StartWorker, machine.handle(Tick(), 9.0)) == []
-
-
-def test_a_second_newcomer_joins_the_stop_that_is_under_way() -> None:
-    machine = training(1, max_num_proc=3)
-    for i in (2, 3):
-        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
-        assert only(AdmitProvisionally, machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0))
-    assert machine.handle(WorkerReady(2, 0, None), 3.0)[0] == NotifyHostsUpdated((1,), 1)
-    assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.1)) == []
-    (publish,) = only(PublishWorld, machine.handle(WorkerReady(1, 1, step_at(11)), 3.2))
-    assert isinstance(publish, PublishWorld)
-    assert publish.world.workers == {1, 2, 3}
-
-
-def test_two_updates_in_the_same_second_have_different_numbers() -> None:
-    machine = training(1, max_num_proc=3)
-    for i in (2, 3):
-        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
-        machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0)
-    machine.handle(WorkerReady(2, 0, None), 3.0)
-    machine.handle(WorkerReady(1, 1, step_at(11)), 3.1)
-    assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.2)) == [NotifyHostsUpdated((1, 2), 2)]
-
-
 def test_provisional_position_counts_newcomers_that_build_their_model() -> None:
     machine = training(2, max_num_proc=4)
     for i in (3, 4):
         machine.handle(AgentJoined(i, at(i - 1)), 1.0)
     assert machine.handle(WorkerReady(3, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(3, rank=2, size=3)
     assert machine.handle(WorkerReady(4, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(4, rank=3, size=4)
-
-
-def test_newcomers_stay_in_init_until_a_worker_reports_a_state() -> None:
-    machine = training(1, step=None)
-    machine.handle(AgentJoined(2, at(1)), 1.0)
-    assert only(AdmitProvisionally, machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)) == []
-    assert machine.handle(WorkerAlive(1, step_at(0)), 3.0) == [AdmitProvisionally(2, rank=1, size=2)]
-
-
-def test_member_that_stops_unasked_breaks_the_world() -> None:
-    machine = training(4)
-    assert only(CutPeers, machine.handle(WorkerReady(2, 1, step_at(11)), 1.0)) == [
-        CutPeers((1, 3, 4), 1, WorldChange(WorldChangeKind.COLLECTIVE_FAILED, rank=1, host="host"))
-    ]
-
-
-def test_newcomer_that_abandons_is_started_again_after_a_pause() -> None:
-    machine = training(1, cooldown_range_s=(2.0, 60.0))
-    machine.handle(AgentJoined(2, at(1)), 1.0)
-    machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)
-    assert only(StartWorker, machine.handle(WorkerAbandoned(2, "no world"), 3.0)) == []
-    assert machine.next_deadline() == 5.0
-    assert only(StartWorker, machine.handle(Tick(), 5.0)) == [StartWorker(2, 3)]
-
-
-def test_a_function_without_init_finishes_when_enough_workers_returned() -> None:
-    machine = Membership(ElasticSettings(2, 2, 2))
-    machine.handle(JobStarted(), 0.0)
-    for i in (1, 2):
-        machine.handle(AgentJoined(i, at(i - 1)), 0.0)
-    assert only(FinishJob, machine.handle(WorkerDone(2, in_loop=False), 1.0)) == []
-    assert only(FinishJob, machine.handle(WorkerDone(1, in_loop=False), 2.0)) == [FinishJob((1, 2))]
-
-
-def test_a_slot_whose_task_does_not_end_is_withdrawn() -> None:
-    machine = training(2, heartbeat_timeout_s=10.0)
-    machine.handle(AgentLost(1, reported("channel closed")), 1.0)
-    for now in (5.0, 10.9):
-        machine.handle(AgentAlive(2), now)
-        machine.handle(WorkerAlive(2, step_at(11)), now)
-    assert machine.next_deadline() == 11.0
-    assert [c.slot for c in machine.handle(Tick(), 11.0) if isinstance(c, WithdrawSlot)] == [0]
-    assert only(LaunchSlot, machine.handle(SlotEnded(0, reported("withdrawn")), 11.5)) == [LaunchSlot(0)]
 
 
 def test_status_tells_what_the_job_is_doing() -> None:
@@ -243,21 +139,6 @@ def test_status_tells_what_the_job_is_doing() -> None:
     assert machine.phase is Phase.BROKEN
     waits = [c.record.wait for c in only(Announce, commands) if isinstance(c.record, Waiting)]  # type: ignore[union-attr]
     assert waits == [Wait(WaitKind.SURVIVORS, have=1, round=1, ranks=(1,))]
-
-
-@pytest.mark.parametrize("end", [CancelRequested("stop"), WorkerDone(1, in_loop=True)])
-def test_ended_job_answers_no_event(end: Event) -> None:
-    machine = training(1)
-    assert only(FinishJob, commands := machine.handle(end, 1.0)) or only(FailJob, commands)
-    assert machine.next_deadline() is None
-    late: list[Event] = [
-        Tick(),
-        WorkerLost(1, reported("x")),
-        AgentJoined(9, at(1)),
-        SlotEnded(0, reported("x")),
-        CancelRequested("again"),
-    ]
-    assert [machine.handle(event, 2.0) for event in late] == [[]] * len(late)
 
 
 def test_a_thousand_workers_are_cheap() -> None:
@@ -329,11 +210,6 @@ def test_when_all_wait_for_each_other_no_worker_is_removed_but_all_are_cut() -> 
     assert not any(isinstance(command, StopWorker) for command in commands)
     (cut,) = [command for command in commands if isinstance(command, CutPeers)]
     assert set(cut.workers) == {1, 2}
-
-
-def test_worker_that_waits_in_a_collective_for_less_than_the_limit_is_left_alone() -> None:
-    machine = training(2, stall_timeout_s=60.0)
-    assert machine.handle(WorkerAlive(1, step_at(10), blocked_s=59.9), 70.0) == []
 
 
 def failure_of(machine: Membership, *told: tuple[float, Event]) -> Any:

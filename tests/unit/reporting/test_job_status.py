@@ -72,13 +72,6 @@ def test_rates_and_heartbeats_come_from_the_workers_own_messages() -> None:
     assert (silent["steps_per_s"], silent["heartbeat_age_s"]) == (None, 56.0)
 
 
-def test_rates_of_two_messages_within_milliseconds_are_not_computed() -> None:
-    made = model()
-    made.observe(seen.WorkerReady(1, 0, StateVersion(1, 0)), 0.0)
-    made.observe(seen.WorkerAlive(1, StateVersion(1, 1)), 0.01)
-    assert document(made, 0.1, [worker(1, "a", 0)])["progress"]["steps_per_s"] is None
-
-
 def test_world_history_is_a_step_function_that_ends_with_the_present_size() -> None:
     made = model()
     made.record(started(5.0, 4), 4)
@@ -196,10 +189,3 @@ def test_steps_lost_are_not_known_of_a_function_that_started_again() -> None:
     metrics = read(metrics_text(found))
     assert "spark_elastic_steps_lost_total" not in metrics
     assert list(metrics["spark_elastic_restarts_total"].samples.values()) == [1]
-
-
-def test_metrics_of_a_job_that_has_not_started_leave_out_what_is_not_known() -> None:
-    found = read(metrics_text(document(model(), 0.0, totals=JobStatus("created", 0, 0, None, ""))))
-    assert "spark_elastic_steps" not in found
-    assert "spark_elastic_wait_left_seconds" not in found
-    assert list(found["spark_elastic_workers"].samples.values()) == [0]

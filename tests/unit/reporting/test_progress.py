@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind
+from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel, epoch_line, wrapped
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -17,18 +17,6 @@ def training() -> ProgressModel:
     progress.live(live(0, 100), 1.0)
     progress.live(live(0, 200), 2.0)
     return progress
-
-
-def test_bar_shows_the_present_epoch():
-    view = training().view(2.0)
-    assert (view.title, view.done, view.total, view.workers, view.rate) == ("epoch 1/3", 200, 1000, 4, 100.0)
-    assert view.eta_s == 8.0
-
-
-def test_validation_has_its_own_bar():
-    progress = training()
-    progress.live(live(0, 500, "validate"), 3.0)
-    assert progress.view(3.0).title == "epoch 1/3 validation"
 
 
 def test_each_epoch_has_one_line_even_if_it_is_reported_twice():
@@ -84,11 +72,6 @@ def test_log_lines_are_rare_however_many_messages_come():
     assert all("\r" not in line and "\x1b" not in line for line in said)
 
 
-def test_log_beside_a_bar_has_no_progress_lines():
-    progress = training()
-    assert [progress.line(now, bar=True) for now in (40.0, 80.0, 120.0)] == [None, None, None]
-
-
 def test_users_own_loop_is_shown_by_its_steps():
     progress = ProgressModel()
     progress.world(2, 0.0)
@@ -97,10 +80,6 @@ def test_users_own_loop_is_shown_by_its_steps():
     progress.steps(60, 6.0)
     view = progress.view(6.0)
     assert (view.title, view.done, view.unit, view.rate) == ("training", 60, "steps", 10.0)
-
-
-def test_before_anything_is_known_there_is_no_bar():
-    assert ProgressModel().view(0.0) is None
 
 
 def test_healthy_start_is_a_line_at_once_without_a_timeout():
@@ -119,13 +98,6 @@ def test_the_timeout_of_a_start_counts_from_its_begin_though_workers_come_meanwh
     progress.wait(Wait(WaitKind.MINIMUM, have=1, want=3, need=3, left_s=80), 100.0, 20.0)
     assert progress.view(24.0).left_s is None
     assert progress.view(26.0).left_s == 74.0
-
-
-def test_start_that_failed_says_why_instead_of_how_long_it_usually_takes():
-    progress = ProgressModel()
-    missing = (LossCause(LossKind.EXITED, code=1),)
-    progress.wait(Wait(WaitKind.MINIMUM, have=0, want=2, need=2, missing=missing), 600.0, 0.0)
-    assert "exited with code 1" in progress.view(1.0).waiting
 
 
 def test_lines_about_a_job_fit_80_columns_and_long_words_stay_whole():

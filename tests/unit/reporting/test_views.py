@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.membership import decisions
 from spark_elastic.membership.reasons import Wait, WaitKind, reported, wait_in_words, wait_on_bar
-from spark_elastic.reporting.progress import Speed, View, epoch_line, plain_line, right_of_bar
+from spark_elastic.reporting.progress import Speed, View, plain_line, right_of_bar
 from spark_elastic.reporting.screens import as_html, as_text, layout
-from spark_elastic.settings import ElasticSettings
 
 TRAINING = View("epoch 3/10", 12_000, 60_000, "rows", {"loss": 0.31234, "accuracy": 0.91}, 4, 12_345.6)
-
-
-def test_a_wide_terminal_shows_everything():
-    said = right_of_bar(TRAINING, 120)
-    assert said == "12k/60k rows  loss 0.3123  accuracy 0.91  4 workers  12.3k rows/s  0:04 left"
 
 
 def test_narrow_terminal_shows_loss_workers_and_time_left_first():
@@ -103,30 +96,6 @@ def test_wait_names_why_slots_are_missing():
     missing = "launches ended before their agent joined: No space left on device"
     assert wait_on_bar(wait) == f"waiting for 1 of 2 workers; {missing}"
     assert wait_in_words(wait) == f"1 of 2 workers ready; waiting up to 9 s for at least 2; {missing}"
-
-
-def test_decisions_of_the_machine_say_what_is_waited_for():
-    settings = ElasticSettings(num_proc=4, min_num_proc=2, max_num_proc=4)
-    waits = [
-        decisions.start(1, settings, 0.0, enough_since=None, deadline=600.0).wait,
-        decisions.start(3, settings, 0.0, enough_since=0.0, deadline=600.0).wait,
-        decisions.regroup(1, settings, 0.0, deadline=600.0).wait,
-    ]
-    assert [wait.kind for wait in waits] == [WaitKind.MINIMUM, WaitKind.GRACE, WaitKind.REPLACEMENTS]
-
-
-def test_finished_progress_shows_no_time_left():
-    assert "left" not in right_of_bar(View("epoch 3/3", 100, 100, rate=10.0), 100)
-
-
-def test_a_log_line_has_no_bar():
-    assert plain_line(TRAINING) == (
-        "epoch 3/10: 12,000/60,000 rows (20%), loss 0.3123, accuracy 0.91, 4 workers, 12.3k rows/s, 0:04 left"
-    )
-
-
-def test_line_about_an_ended_epoch():
-    assert epoch_line(2, 10, 5.06, {"loss": 0.25, "val_loss": 0.3}) == "epoch 3/10  loss 0.25  val_loss 0.3  5.1 s"
 
 
 def test_notebook_output_is_the_same_as_text_and_as_html():

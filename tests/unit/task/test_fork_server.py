@@ -329,10 +329,6 @@ def test_module_that_was_changed_since_the_last_job_is_imported_anew(executor, t
     assert shown_by_workers(executor, tmp_path, "'newer'") == [["shown", "newer"]]
 
 
-def test_worker_does_not_show_what_the_server_has_imported(executor, tmp_path):
-    assert shown_by_workers(executor, tmp_path, "1", count=2, before="print('imported')") == [["shown", "1"]] * 2
-
-
 def test_server_holds_no_late_variable_of_the_job_that_has_started_it(executor):
     async def job():
         worker, server, watcher = await Agent(executor, env={"MLFLOW_TRACKING_TOKEN": "of this job"}).started()

@@ -66,15 +66,6 @@ def test_exhausted_range_is_noticed():
     assert run(live()) == (True, 0)
 
 
-def test_port_is_0_without_addresses():
-    async def live():
-        probe = ProbePort([])
-        probe.close()
-        return probe.port
-
-    assert run(live()) == 0
-
-
 def test_connections_held_open_by_peers_cost_no_descriptor():
     async def live():
         probe = ProbePort(["127.0.0.1"])

@@ -74,12 +74,6 @@ def test_child_that_writes_for_ever_does_not_delay_the_workers_end(tmp_path):
     assert code == -signal.SIGKILL
 
 
-def test_writing_child_outside_of_the_process_group_does_not_delay_it_either(tmp_path):
-    code, child = kill_worker_with_endlessly_writing_child(tmp_path, own_group=True)
-    os.kill(child, signal.SIGKILL)
-    assert code == -signal.SIGKILL
-
-
 def test_stopped_process_is_not_seen_running():
     order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=())
 

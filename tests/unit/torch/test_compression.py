@@ -35,7 +35,7 @@ def reduced(gradient, size: int, compression, op=Average, predivide: float = 1.0
     return bucket.views[0] * bucket.after
 
 
-SIZES = [1, 2, 3, 8, 64, 100, 1024]
+SIZES = [1, 3, 64, 1024]
 
 
 @pytest.mark.parametrize("size", SIZES)

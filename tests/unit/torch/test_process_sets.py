@@ -11,7 +11,6 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.process import process
-from spark_elastic.errors import MismatchError, UsageError
 from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
 from tests.unit.world_link import die, tell
@@ -192,18 +191,6 @@ def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
             assert error[0] == "MismatchError"
             assert "rank 0: [[0, 1]]" in error[1]
             assert "rank 2: [[0, 2]]" in error[1]
-
-
-def test_process_sets_in_a_world_of_one():
-    hvd.init()
-    chosen = hvd.add_process_set([0])
-    assert (chosen.size(), chosen.rank(), chosen.included()) == (1, 0, True)
-    assert hvd.allreduce(torch.ones(2), process_set=chosen).tolist() == [1.0, 1.0]
-    assert hvd.broadcast(torch.ones(1), 0, process_set=chosen).tolist() == [1.0]
-    hvd.shutdown()
-    with pytest.raises(UsageError, match="not in use"):
-        chosen.size()
-    assert issubclass(MismatchError, UsageError)
 
 
 # --- groups that are used in different orders ----------------------------------------------------------

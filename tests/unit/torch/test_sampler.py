@@ -119,14 +119,6 @@ def test_a_reset_distributes_the_remaining_rows_over_the_present_ranks():
     assert list(sampler) == [8, 9]
 
 
-def test_get_indices_gives_the_rows_of_one_batch():
-    (sampler,) = samplers(10, 1, None)
-    stream = list(sampler)
-    assert sampler.get_indices(1, 4) == stream[4:8]
-    assert sampler.get_indices(2, 4) == stream[8:]
-    assert sampler.get_indices(3, 4) == []
-
-
 def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
     import tracemalloc
 
@@ -137,11 +129,6 @@ def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
     sampler.reset()
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
-
-
-def test_a_data_loader_accepts_the_sampler(alone):
-    loader = DataLoader(torch.arange(9), batch_size=2, sampler=ElasticSampler(range(9)))
-    assert sorted(torch.cat(list(loader)).tolist()) == list(range(9))
 
 
 @settings(max_examples=60, deadline=None)

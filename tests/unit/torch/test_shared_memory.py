@@ -18,6 +18,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.integration.processes import wait_until
 from tests.leftovers import threads_settle
+from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -29,12 +30,6 @@ TWICE_ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-
 OPERATORS = {hvd.Sum: torch.Tensor.sum, hvd.Min: torch.Tensor.amin, hvd.Max: torch.Tensor.amax}
 
 pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
-
-
-def together(function, count, *args, hosts=ONE_HOST):
-    with WorldDriver(hosts=hosts, start_with=count) as driver:
-        driver.start(function, *args, count=count)
-        return driver.results(count)
 
 
 def shares_memory() -> bool:
@@ -64,15 +59,11 @@ def reduces_everything():
     return shares_memory(), wrong, digest.hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("count", "hosts"),
-    [(2, ONE_HOST), (3, ONE_HOST), (4, ONE_HOST), (3, TWO_HOSTS)],
-    ids=["2", "3", "4", "2 and 1 on two hosts"],
-)
-def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(count, hosts):
-    results = together(reduces_everything, count, hosts=hosts)
-    assert [shares for shares, _, _ in results] == [hosts == ONE_HOST] * count
-    assert [wrong for _, wrong, _ in results] == [[]] * count
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["3", "2 and 1 on two hosts"])
+def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(hosts):
+    results = together(reduces_everything, 3, hosts=hosts)
+    assert [shares for shares, _, _ in results] == [hosts == ONE_HOST] * 3
+    assert [wrong for _, wrong, _ in results] == [[]] * 3
     assert len({digest for _, _, digest in results}) == 1
 
 
@@ -110,9 +101,8 @@ def in_any_order():
 
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_more_reductions_than_free_slots_can_be_waited_for_in_any_order(count, hosts):
-    for checks in together(in_any_order, count, hosts=hosts):
+def test_more_reductions_than_free_slots_can_be_waited_for_in_any_order(hosts):
+    for checks in together(in_any_order, 4, hosts=hosts):
         assert checks == (True,) * 5
 
 
@@ -130,20 +120,6 @@ def only_one_polls():
 
 def test_polling_completes_a_reduction_that_the_other_rank_has_only_launched():
     assert together(only_one_polls, 2) == [[2.0] * 10] * 2
-
-
-def different_sizes():
-    hvd.init()
-    try:
-        hvd.allreduce(torch.ones(3 + hvd.rank()))
-    except UsageError as error:
-        return str(error)
-
-
-def test_tensors_that_do_not_match_are_a_usage_error():
-    for message in together(different_sizes, 2):
-        assert "rank 0: float32 [3]" in message
-        assert "rank 1: float32 [4]" in message
 
 
 # --- peers that are gone --------------------------------------------------------------------------
@@ -247,7 +223,7 @@ def enters_and_leaves(times: int):
 
 def test_rounds_leave_no_memory_descriptors_or_threads_behind():
     names = set(os.listdir("/dev/shm"))
-    for before, after, mapped in together(enters_and_leaves, 2, 30):
+    for before, after, mapped in together(enters_and_leaves, 2, args=(30,)):
         assert after[0] <= before[0] + 2
         assert after[1] <= before[1] + 2
         assert after[2] == before[2] == 2
@@ -298,18 +274,19 @@ def _break(what: str) -> None:
 
 @pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
 def test_all_use_gloo_and_warn_once_if_one_cannot_share_memory(breaks):
-    for shares, total, messages, mapped in together(chooses, 2, "auto", breaks):
+    results = together(chooses, 2, args=("auto", breaks))
+    for shares, total, messages, mapped in results:
         assert not shares
         assert total == [2.0] * 4
         assert len(messages) <= 1
         assert mapped == 0
-    assert any(messages for _, _, messages, _ in together(chooses, 2, "auto", breaks))
+    assert any(messages for _, _, messages, _ in results)
 
 
 def test_the_setting_selects_shared_memory_or_gloo():
-    assert together(chooses, 2, "gloo", "") == [(False, [2.0] * 4, [], 0)] * 2
-    assert together(chooses, 2, "shared", "") == [(True, [2.0] * 4, [], 4)] * 2
-    for kind, message in together(chooses, 2, "shared", "no memfd"):
+    assert together(chooses, 2, args=("gloo", "")) == [(False, [2.0] * 4, [], 0)] * 2
+    assert together(chooses, 2, args=("shared", "")) == [(True, [2.0] * 4, [], 4)] * 2
+    for kind, message in together(chooses, 2, args=("shared", "no memfd")):
         assert kind == "UsageError"
         assert "shared, but workers cannot share memory" in message
 

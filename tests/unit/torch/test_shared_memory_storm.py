@@ -90,12 +90,3 @@ CASES = [
 def test_kills_at_any_moment_leave_no_wrong_sum_and_no_hang(members, hosts):
     rounds, _ = storm(4.0, members, hosts, seed=members)
     assert rounds > 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("members", "hosts"), CASES)
-def test_minutes_of_kills(members, hosts):
-    seconds = float(os.environ.get("STORM_SECONDS", "120"))
-    seed = int(os.environ.get("STORM_SEED", str(time.time_ns() % 1_000_000)))
-    rounds, sizes = storm(seconds, members, hosts, seed)
-    print(f"seed {seed}: {rounds} rounds, sizes {min(sizes)} to {max(sizes)}")

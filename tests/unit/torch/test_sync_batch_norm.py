@@ -53,19 +53,17 @@ def share_of(counts, x, y):
     return x[mine], y[mine]
 
 
-def gradients(counts, dtype, sync=True, by_mean=False):
-    """Of the mean loss of all rows. by_mean: as averages of the ranks' means, which is the same for equal shares."""
+def gradients(counts, dtype, sync=True):
+    """Of the mean loss of all rows."""
     hvd.init()
     model = build(dtype, sync)
     x, y = share_of(counts, *rows(dtype))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Average if by_mean else hvd.Sum
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
     )
     for _ in range(2):  # from the second step on buckets are sent while backward runs
         optimizer.zero_grad()
-        reduction = "mean" if by_mean else "sum"
-        loss = torch.nn.functional.cross_entropy(model(x), y, reduction=reduction)
-        (loss if by_mean else loss / ROWS).backward()
+        (torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / ROWS).backward()
         optimizer.step()
     return [p.grad.double().tolist() for p in model.parameters()], [b.double().tolist() for b in model.buffers()]
 
@@ -101,7 +99,7 @@ def of_one_process():
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.1}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
     for case, by_type in in_a_world(size, [(shares[size],) for shares in SHARES.values()]):
         for dtype, (found, running) in by_type.items():
@@ -109,14 +107,6 @@ def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_proc
             print(f"{size} workers, {case[0]}, {dtype}: off by {distance(found, expected):.1e}")
             assert distance(found, expected) < BOUNDS[dtype]
             assert distance(running, buffers) < BOUNDS[dtype]
-
-
-def test_averages_of_means_are_as_good_for_equal_shares_and_without_it_gradients_differ(of_one_process):
-    expected = of_one_process[torch.float64][0]
-    for (_, sync, _), by_type in in_a_world(2, [([4, 4], True, True), ([4, 4], False, True)]):
-        off = distance(by_type[torch.float64][0], expected)
-        print(f"2 workers, {'SyncBatchNorm' if sync else 'BatchNorm'}: off by {off:.1e}")
-        assert off < 1e-13 if sync else off > 0.1
 
 
 def far_from_zero(dtype, offset):
@@ -315,19 +305,11 @@ def undisturbed():
     return {passes: alone(passes) for passes in (1, 3)}
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("size", [2, 4])
-def test_reductions_of_layers_and_of_gradients_keep_one_order_for_many_steps(size, passes, undisturbed):
-    with WorldDriver(start_with=size) as driver:
-        driver.start(many_steps, passes, count=size)
-        results = driver.results(size)
-    for _, tensors in results:
-        assert distance(tensors, undisturbed[passes]) < 1e-9
-
-
-@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize(
+    ("passes", "where", "hosts"),
+    [(1, "backward", ("127.0.0.1",)), (3, "forward", ("127.0.0.1", "127.0.0.2"))],
+    ids=["one host", "two hosts"],
+)
 def test_a_worker_that_dies_within_a_pass_costs_no_applied_step(passes, where, hosts, undisturbed):
     """The commit is seven steps old by then, and the last check none: going back to the commit would be seen."""
     with WorldDriver(start_with=3, hosts=hosts) as driver:

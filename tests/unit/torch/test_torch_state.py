@@ -103,54 +103,6 @@ def test_step_that_fails_after_a_check_is_repeated_with_the_buffers_and_records_
     assert entered == [(0, 0, 0, 0), (5, 20, 5, 5)]
 
 
-def test_a_failure_elsewhere_after_steps_returns_to_the_commit(alone):
-    model = torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, batch=0)
-    failing = [5]
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append((state.batch, state.progress))
-        while state.batch < 8:
-            if state.batch in failing:
-                failing.clear()
-                raise HorovodInternalError("an allreduce of a metric")
-            stepped(model, optimizer)
-            state.batch += 1
-            if state.batch == 2:
-                state.commit()
-
-    loop(state)
-    assert entered == [(0, 0), (2, 2)]
-    assert state.progress == 8
-
-
-def test_a_failure_right_after_a_check_keeps_the_tensors_and_returns_the_values_to_the_check(alone):
-    model = torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    state = TorchState(model, optimizer, scheduler=scheduler, batch=0)
-    failing = [3]
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append((state.batch, state.progress, optimizer.param_groups[0]["lr"]))
-        while state.batch < 4:
-            state.batch += 1
-            if state.batch in failing:
-                failing.clear()
-                scheduler.step()
-                raise HorovodInternalError("anything")
-            stepped(model, optimizer)
-            state.check_host_updates()
-
-    loop(state)
-    assert entered == [(0, 0, 0.1), (2, 2, 0.1)]
-
-
 class Counter:
     def __init__(self, value):
         self.value = value
@@ -231,16 +183,6 @@ def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, comm
 
     loop(state)
     assert (state.n, int(state.counter.value)) == (6, 6)
-
-
-def test_setting_an_attribute_replaces_the_value_that_is_kept(alone):
-    state = TorchState(torch.nn.Linear(1, 1))
-    model = torch.nn.Linear(1, 1)
-    state.model = model
-    with torch.no_grad():
-        model.weight.fill_(9.0)
-    state.restore()
-    assert model.weight.item() != 9.0
 
 
 def synchronised():
@@ -394,15 +336,6 @@ def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone
     loop(state)
     assert versions[2] == versions[1]
     assert state.progress == 3
-
-
-def test_a_sync_called_by_the_user_commits(alone):
-    state = TorchState(torch.nn.Linear(1, 1), n=0)
-    state.n = 5
-    state.sync()
-    state.n = 6
-    state.restore()
-    assert state.n == 5
 
 
 @pytest.mark.parametrize("change", ["no_grad", "none"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 import psutil
@@ -11,14 +10,11 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import gloo
-from spark_elastic.collective.gloo_shutdown import graveyard
 from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.elastic.loop import frontend
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle
-from tests.unit.world_link import STALL_TIMEOUT_S, link, tell
 from tests.unit.worlds import WorldDriver
 
 
@@ -59,64 +55,6 @@ def test_a_hundred_worlds_leave_no_descriptors_threads_or_memory_behind():
     grows_by_nothing(130, 30)
 
 
-def blocked_forever():
-    hvd.init()
-    if hvd.rank() == 2:
-        tell("not coming")
-        threading.Event().wait()
-    tell("waiting")
-    said = []
-    for collective in (lambda: hvd.allreduce(torch.ones(1 << 16)), hvd.barrier):
-        try:
-            collective()
-        except hvd.HorovodInternalError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(blocked_forever, count=3)
-        driver.wait(lambda: len(driver.told("waiting")) == 2 and driver.told("not coming"))
-        driver.evict(3)
-        for first, second in driver.results(2):
-            assert "worker 3 is gone" in first  # the cut ended it, and no timeout
-            assert "worker 3 is gone" in second
-
-
-def limits_of_gloo():
-    hvd.init()
-    group = process.group("global")
-    return group.pg.options._timeout.total_seconds()
-
-
-def test_gloos_own_timeout_leaves_the_driver_time_to_act_at_a_stall():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(limits_of_gloo, count=2)
-        assert min(driver.results(2)) > STALL_TIMEOUT_S
-
-
-def stops_before_connecting():
-    from spark_elastic.collective.group import Group
-
-    def stopped(self):
-        tell("stopped")
-        threading.Event().wait()
-
-    if link().worker == 2:
-        Group.connect = stopped
-    hvd.init()
-    return hvd.size(), process.assignment.world.round
-
-
-def test_a_member_lost_while_the_world_connects_does_not_delay_the_others():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(stops_before_connecting, count=2)
-        driver.wait(lambda: driver.told("stopped"))
-        driver.evict(2)
-        assert driver.results(1) == [(1, 2)]
-
-
 def forks():
     hvd.init()
     child = os.fork()
@@ -135,22 +73,6 @@ def test_a_forked_child_does_not_hold_its_parents_connections():
     with WorldDriver(start_with=2) as driver:
         driver.start(forks, count=2)
         assert driver.results(2) == [(11, 2.0)] * 2
-
-
-def leaves_and_comes_again(times: int):
-    sums = []
-    for _ in range(times):
-        hvd.init()
-        sums.append(hvd.allreduce(torch.ones(3), op=hvd.Sum).sum().item())
-        sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.local_process_set).item())
-        hvd.shutdown()
-    return sums
-
-
-def test_after_a_shutdown_init_connects_the_same_world_again():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(leaves_and_comes_again, 4, count=2)
-        assert driver.results(2) == [[6.0, 2.0] * 4] * 2
 
 
 def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
@@ -177,22 +99,6 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}
-
-
-def connects_again():
-    hvd.init()
-    sums = []
-    for _ in range(3):
-        sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
-        process.leave()
-    threads_settle(threading.active_count() - 1)  # the thread that destroys the groups
-    return sums, len(gloo._devices), len(graveyard._groups)
-
-
-def test_one_device_connects_group_after_group():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(connects_again, count=2)
-        assert driver.results(2) == [([2.0] * 3, 1, 0)] * 2
 
 
 def connections_of_each_world(times: int):

@@ -3,8 +3,6 @@ import json
 import zlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.ranking import ranked
@@ -142,20 +140,3 @@ def test_malformed_world_is_a_protocol_error_that_says_what_is_wrong(change, com
 def test_bytes_after_a_message_without_payload_are_refused():
     with pytest.raises(ProtocolError, match="3 bytes behind"):
         decode(encode(wire.Pong()) + b"abc")
-
-
-@given(st.binary(max_size=400))
-def test_random_bytes_raise_only_protocol_errors(data):
-    with pytest.raises(ProtocolError):
-        decode(data)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
-    )
-)
-def test_random_json_under_a_real_type_raises_only_protocol_errors(value):
-    head = {"type": "WorldAssigned", "world": value, "addresses": value}
-    with pytest.raises(ProtocolError):
-        decode(json.dumps(head).encode() + b"\n")

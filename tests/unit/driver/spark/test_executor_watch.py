@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from spark_elastic.driver.spark.discovery import SparkHostDiscovery
 from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
@@ -20,12 +19,6 @@ def watch_of(application):
 def look(watch):
     watch._compare()
     watch._ask_for_decommissions()
-
-
-def test_answers_for_all_executors_at_once_are_right():
-    application = Application(20)
-    discovery = SparkHostDiscovery(application.sc, lambda: None)
-    assert (discovery.slots().now, discovery.slots().executors, discovery.slots_free()) == (20, 20, 0)
 
 
 def test_a_decommission_is_reported_once():

@@ -144,7 +144,7 @@ def simulated(monkeypatch):
 DONE = (0, False, "done", "REPORTED")
 
 
-@pytest.mark.parametrize("slots", [1, 8, 32, 500])
+@pytest.mark.parametrize("slots", [8, 500])
 def test_one_thread_serves_all_slots(simulated, slots):
     before, it = Before(), simulated()
     it.launch(slots)
@@ -165,26 +165,6 @@ def test_first_failure_of_a_task_ends_its_slot_alone_and_cancels_the_job(simulat
     assert it.next_ends() == [(2, "executor 7 is lost")]
     assert it.jobs.cancelled == [2]
     assert it.ends.empty()
-
-
-def test_task_that_ended_without_a_failure_ends_nothing(simulated):
-    it = simulated()
-    it.launch(1)
-    it.jobs.news.tasks_ended_in.add(1000)
-    it.jobs.end(0, DONE)
-    assert it.next_ends() == [(0, "done")]
-    assert it.jobs.cancelled == []
-
-
-def test_events_of_other_jobs_of_the_application_are_ignored(simulated):
-    it = simulated()
-    it.launch(1)
-    with it.jobs.lock:
-        it.jobs.news.ended.append(77)
-        it.jobs.news.tasks_ended_in.add(1077)
-        it.jobs.news.stages_of[77] = 1077
-    it.jobs.end(0, DONE)
-    assert it.next_ends() == [(0, "done")]
 
 
 def test_end_whose_event_spark_dropped_is_noticed_all_the_same(simulated):
@@ -245,12 +225,3 @@ def test_launcher_can_be_closed_and_asked_from_a_report(simulated):
     it.jobs.end(0, DONE)
     assert it.next_ends(2) == [(0, "done"), (1, "the job is over")]
     assert answers[0] is None
-
-
-def test_launches_after_close_end_at_once(simulated):
-    it = simulated()
-    it.launcher.launch(0)
-    it.launcher.close(WAIT_S)
-    assert it.next_ends() == [(0, "the job is over")]
-    it.launcher.launch(1)
-    assert it.next_ends() == [(1, "the launcher is closed")]
