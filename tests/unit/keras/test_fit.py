@@ -10,9 +10,9 @@ import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.keras.test_keras_state import CLASSES, Plain, together
+from tests.unit.keras.test_keras_state import CLASSES, Plain
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 ROWS, BATCH, FEATURES = 90, 9, 5
 EPOCHS = 2
@@ -194,9 +194,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     At the end of an epoch the others are in the collective that averages the metrics.
     """
     at = {"begin": (0, 5), "reduction": 7, "epoch": (0, STEPS // EPOCHS)}[where]
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {2: at}, where, passes, options, count=3)
-        results = driver.results(2)
+    results = together(train, {2: at}, where, passes, options, count=3, left=2)
     check(results, 2, STEPS // passes)
     for result in results:
         assert max(result["seen"]) <= EPOCHS
@@ -265,9 +263,7 @@ def test_a_model_with_two_optimizers_resumes_after_the_last_batch_that_both_have
 
 
 def test_rank_0_may_die_and_another_after_it():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {1: (0, 3), 2: (1, 7)}, count=3)
-        (result,) = driver.results(1)
+    (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)
 
 

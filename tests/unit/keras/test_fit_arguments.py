@@ -10,9 +10,8 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_backends import in_a_process
-from tests.unit.keras.test_keras_state import together
 from tests.unit.world_link import die, link
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, BATCH, FEATURES, CLASSES = 30, 10, 4, 3
 WEIGHTS = {0: 3.0, 2: 0.25}
@@ -337,8 +336,6 @@ def train_two_phases(dies):
 def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
     quiet = together(train_two_phases, {}, count=3)
     assert quiet[0][0] == [2] * (FEW + MANY)
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3)
-        (survivor,) = driver.results(1)
+    (survivor,) = together(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3, left=1)
     assert survivor[2] == quiet[0][2] == 2 * (FEW + MANY) // 4
     np.testing.assert_allclose(survivor[1][0], quiet[0][1][0], rtol=1e-4)

@@ -14,7 +14,7 @@ from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, Us
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 EPOCHS, PATIENCE = 20, 4
 BATCHES = 10
@@ -116,9 +116,7 @@ def check(results):
     ],
 )
 def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3)
-        results = driver.results(2)
+    results = together(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3, left=2)
     check(results)
     written = rows_of(tmp_path / "log.csv")
     # the end of an epoch that was done again has its row twice

@@ -11,7 +11,7 @@ import pytest
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow.keras as hvd_tf
 from spark_elastic.errors import UsageError
-from tests.unit.keras.test_keras_state import together
+from tests.unit.worlds import together
 
 
 def two_layers(first, second):

@@ -10,7 +10,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
 from tests.unit.world_link import tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 CLASSES = 3
 
@@ -192,12 +192,6 @@ def synchronised(dtype):
     )
 
 
-def together(function, *args, count=2):
-    with WorldDriver(start_with=count) as driver:
-        driver.start(function, *args, count=count)
-        return driver.results(count)
-
-
 @pytest.mark.parametrize("dtype", [None, "mixed_bfloat16", "float16"])
 def test_a_sync_takes_over_everything_from_its_root(dtype):
     first, second = together(synchronised, dtype)
@@ -254,9 +248,7 @@ def different_models():
 
 
 def test_a_model_that_differs_from_the_roots_is_named():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(different_models, count=2)
-        (answer,) = driver.results(1)  # the root waits; its driver ends it when a function has raised
+    (answer,) = together(different_models, left=1)  # the root waits; its driver ends it when a function has raised
     assert "/kernel is (4, 6) float32 there, and (4, 7) float32" in answer
 
 

@@ -13,8 +13,9 @@ import tensorflow as tf
 import spark_elastic.keras as hvd
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.optimizer import is_distributed
-from tests.unit.keras.test_keras_state import CLASSES, build_model, rows, same, together
+from tests.unit.keras.test_keras_state import CLASSES, build_model, rows, same
 from tests.unit.world_link import tell
+from tests.unit.worlds import together
 
 
 def loss():

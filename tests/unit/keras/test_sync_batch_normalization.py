@@ -17,7 +17,7 @@ from spark_elastic.keras.elastic import ElasticCallback, KerasState
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 ROWS = 8
 
@@ -95,9 +95,7 @@ CASES = {
 @pytest.mark.parametrize("size", CASES)
 def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
     cases = CASES[size]
-    with WorldDriver(start_with=size) as driver:
-        driver.start(in_worker, cases, count=size)
-        results = driver.results(size)
+    results = together(in_worker, cases, count=size)
     for rank, of_cases in enumerate(results):
         for (counts, sync, conv), both_ways in zip(cases, of_cases, strict=True):
             expected, buffers = of_one_process[conv]
@@ -124,10 +122,8 @@ def with_a_mask():
 
 
 def test_masked_rows_do_not_count():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_a_mask, count=2)
-        for errors in driver.results(2):
-            assert max(errors) < 1e-4
+    for errors in together(with_a_mask):
+        assert max(errors) < 1e-4
 
 
 def with_stand_ins():
@@ -155,13 +151,11 @@ def with_a_stand_in(graph):
 
 
 def test_substitute_rows_do_not_count(of_one_process):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_stand_ins, count=2)
-        for (real, running), (nothing, same) in zip(*driver.results(2), strict=True):
-            assert distance(real, of_one_process[True][0]) < 3e-6
-            assert distance(running, of_one_process[True][1]) < 3e-6
-            assert running == same
-            assert max(np.abs(each).max() for each in nothing) == 0.0
+    for (real, running), (nothing, same) in zip(*together(with_stand_ins), strict=True):
+        assert distance(real, of_one_process[True][0]) < 3e-6
+        assert distance(running, of_one_process[True][1]) < 3e-6
+        assert running == same
+        assert max(np.abs(each).max() for each in nothing) == 0.0
 
 
 STEPS = 20
@@ -227,9 +221,7 @@ def fit(dies):
 
 def test_no_applied_step_is_lost_if_a_worker_dies_in_a_forward_pass():
     """All rows of a batch have the same weight: 1 or 2 workers divide 4 rows equally."""
-    with WorldDriver() as driver:
-        driver.start(fit, None)
-        ((_, expected),) = driver.results(1)
+    ((_, expected),) = together(fit, None, count=1)
     with WorldDriver(start_with=2) as driver:
         driver.start(fit, (2, 11), count=2)
         ((steps, weights),) = driver.results(1)

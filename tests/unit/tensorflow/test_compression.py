@@ -10,7 +10,7 @@ import spark_elastic.keras as on_keras
 import spark_elastic.tensorflow as hvd
 import spark_elastic.torch as on_torch
 from spark_elastic.collective.reduction import Compressor
-from tests.unit.tensorflow.test_operations import together
+from tests.unit.worlds import together
 
 
 def test_all_frameworks_have_the_same_compressors():
@@ -65,7 +65,7 @@ def with_custom_compressor():
 
 
 def test_custom_compressor_is_used_by_every_collective():
-    for tensorflow, graph, in_torch, weight, gradient in together(with_custom_compressor, 2):
+    for tensorflow, graph, in_torch, weight, gradient in together(with_custom_compressor):
         assert tensorflow == in_torch == [3.0] * 3
         assert graph == [3.0] * 2
         assert weight == [-3.0] * 2

@@ -13,8 +13,8 @@ import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
 from spark_elastic.tensorflow.host import lost_peers_translated, original_error, with_token
-from tests.unit.tensorflow.test_operations import both_ways, together
-from tests.unit.worlds import WorldDriver
+from tests.unit.tensorflow.test_operations import both_ways
+from tests.unit.worlds import together
 
 
 def reduced_steps():
@@ -72,7 +72,7 @@ def reduced_steps():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_of_every_kind_are_averaged_in_one_reduction(count):
-    for checks in together(reduced_steps, count):
+    for checks in together(reduced_steps, count=count):
         assert [name for name, right in checks.items() if not right] == []
 
 
@@ -90,7 +90,7 @@ def one_trace():
 
 
 def test_a_graph_is_traced_once():
-    assert together(one_trace, 2) == [(1, 1.0)] * 2
+    assert together(one_trace) == [(1, 1.0)] * 2
 
 
 def tapes():
@@ -120,7 +120,7 @@ def tapes():
 
 
 def test_distributed_tape_returns_averaged_gradients():
-    for checks in together(tapes, 2):
+    for checks in together(tapes):
         assert [name for name, right in checks.items() if not right] == []
 
 
@@ -155,9 +155,7 @@ def lose_a_peer(report):
 
 
 def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_variable():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(lose_a_peer, None, count=2)
-        (checks,) = driver.results(1)
+    (checks,) = together(lose_a_peer, None, left=1)
     assert [name for name, right in checks.items() if not right] == []
 
 
@@ -173,9 +171,7 @@ def lose_a_peer_eagerly():
 
 
 def test_lost_peer_raises_horovod_internal_error_eagerly():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(lose_a_peer_eagerly, count=2)
-        assert driver.results(1) == [True]
+    assert together(lose_a_peer_eagerly, left=1) == [True]
 
 
 def test_errors_with_other_causes_are_not_translated():

@@ -8,15 +8,9 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int16", "int32", "int64", "uint8")
-
-
-def together(function, count: int, args=()):
-    with WorldDriver(start_with=count) as driver:
-        driver.start(function, *args, count=count)
-        return driver.results(count)
 
 
 def both_ways(function):
@@ -61,7 +55,7 @@ def reductions():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_member_gets_the_same_reduction_for_every_type(count):
-    for checks in together(reductions, count):
+    for checks in together(reductions, count=count):
         assert [name for name, right in checks.items() if not right] == []
 
 
@@ -108,7 +102,7 @@ def movements():
 
 
 def test_gathers_broadcasts_and_exchanges_deliver_the_right_rows():
-    for checks in together(movements, 2):
+    for checks in together(movements):
         assert [name for name, right in checks.items() if not right] == []
 
 
@@ -178,7 +172,7 @@ def derivatives():
 
 
 def test_gradients_flow_through_collectives():
-    for checks in together(derivatives, 2):
+    for checks in together(derivatives):
         assert [name for name, right in checks.items() if not right] == []
 
 

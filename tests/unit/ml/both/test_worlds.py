@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.in_worlds import EPOCHS, STEPS, STEPS_AN_EPOCH, close, kill_and_add
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 FIRST, LAST = 1, 3
 """The workers that have rank 0 and the last rank at the start."""
@@ -55,11 +55,9 @@ def test_every_row_counts_once_in_training_and_in_validation(framework, undistur
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_number_of_workers_changes_nothing(framework, size, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=size) as driver:
-        driver.start(framework.trainings.in_worker, data, tmp_path, {}, count=size)
-        for result in driver.results(size):
-            assert result["size"] == size
-            framework.trainings.assert_as_undisturbed(result, tmp_path, undisturbed)
+    for result in together(framework.trainings.in_worker, data, tmp_path, {}, count=size):
+        assert result["size"] == size
+        framework.trainings.assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize(("framework", "victim", "kill"), KILLS, indirect=["framework"])

@@ -17,7 +17,7 @@ from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, close, make_training
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 
 class Diary(keras.callbacks.Callback):
@@ -220,9 +220,7 @@ def in_worker_that_remembers(data, folder, victim):
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["rank 0", "another"])
 def test_attributes_of_callbacks_survive_a_lost_worker(victim, data, tmp_path):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker_that_remembers, data, tmp_path, victim, count=2)
-        (result,) = driver.results(1)
+    (result,) = together(in_worker_that_remembers, data, tmp_path, victim, left=1)
     assert result["steps"] == STEPS
     assert (result["count"], result["epochs"]) == (EPOCHS, [0, 1, 2])
     assert result["sums"] == close([3.0, sum(row["accuracy"] for row in result["history"])])

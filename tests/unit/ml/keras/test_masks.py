@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.data.dataset import pack
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import close, make_net, make_training, outcome
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, LONGEST, WORDS, BATCH = 41, 6, 7, 8
 
@@ -52,9 +52,7 @@ def train(data, folder, kind):
 
 
 def in_world(size, data, folder, kind):
-    with WorldDriver(start_with=size) as driver:
-        driver.start(train, data, folder, kind, count=size)
-        results = driver.results(size)
+    results = together(train, data, folder, kind, count=size)
     assert all(result == results[0] for result in results)
     return results[0], trainings.weights(folder)
 

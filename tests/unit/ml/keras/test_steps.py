@@ -26,7 +26,7 @@ from tests.unit.ml.keras.trainings import (
     make_net,
     make_training,
 )
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 
 def moving(**options):
@@ -98,9 +98,7 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
     from spark_elastic.ml.keras import serialization
     from spark_elastic.ml.keras.engine import MODEL_FILE
 
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
-        results = driver.results(3)
+    results = together(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
     rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
     with in_float64():
         net = serialization.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
@@ -115,10 +113,8 @@ def test_the_batch_follows_the_number_of_workers_and_compression_is_a_little_les
         changes = {"batch_size": None, "per_worker_batch_size": 16}
         driver.start(in_worker, data, tmp_path / "each", {}, changes, count=2)
         assert [result["steps"] for result in driver.results(2)] == [EPOCHS * -(-ROWS // 32)] * 2
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path / "bf16", {}, {"compression": "bf16"}, count=2)
-        for result in driver.results(2):
-            assert result["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]
+    for result in together(in_worker, data, tmp_path / "bf16", {}, {"compression": "bf16"}):
+        assert result["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]
     assert trainings.weights(tmp_path / "bf16") != close(undisturbed[1])
     assert trainings.weights(tmp_path / "bf16") == pytest.approx(undisturbed[1], abs=0.05)
 

@@ -15,7 +15,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.ml.torch.engine import clip_gradients
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, BATCH, EPOCHS = 40, 8, 2
 
@@ -134,9 +134,7 @@ def test_one_worker_trains_layers_that_few_rows_use_as_plain_torch(tmp_path):
 @pytest.mark.parametrize("count", [2, 3])
 def test_workers_train_layers_that_few_rows_use_as_plain_torch(count, tmp_path):
     rows = write_set(tmp_path / "set")
-    with WorldDriver(start_with=count) as driver:
-        driver.start(train_all, tmp_path / "set", tmp_path / "store", count=count)
-        driver.results(count)
+    together(train_all, tmp_path / "set", tmp_path / "store", count=count)
     assert differences(rows, tmp_path / "store") == []
 
 

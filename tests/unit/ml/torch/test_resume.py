@@ -20,7 +20,7 @@ from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 
 def test_dropout_is_the_same_after_a_resume(data, tmp_path):
@@ -67,10 +67,8 @@ def test_another_number_of_workers_resumes_to_the_same_result(data, tmp_path, un
     with pytest.raises(TheEnd):
         alone(make_training(data, tmp_path, callbacks=[EverySteps(5), At("on_batch_end", 18, end)]))
     latest = checkpoints_in(tmp_path).latest()
-    with WorldDriver(start_with=2) as driver:
-        driver.start(trainings.in_worker_resumed, data, tmp_path, latest.name, count=2)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path, undisturbed)
+    for result in together(trainings.in_worker_resumed, data, tmp_path, latest.name):
+        assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -183,11 +181,9 @@ def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
 def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(data, tmp_path):
     alone(make_training(data, tmp_path / "one", epochs=1))
     best = trainings.weights(tmp_path / "one")
-    with WorldDriver(start_with=2) as driver:
-        driver.start(trainings.in_worker_with_best, data, tmp_path / "two", count=2)
-        (result,) = driver.results(1)
-        assert result["restored"] == 0
-        assert trainings.weights(tmp_path / "two") == close(best)
+    (result,) = together(trainings.in_worker_with_best, data, tmp_path / "two", left=1)
+    assert result["restored"] == 0
+    assert trainings.weights(tmp_path / "two") == close(best)
 
     def make():
         return {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}

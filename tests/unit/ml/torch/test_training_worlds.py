@@ -10,7 +10,7 @@ from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS, STEPS_AN_EPOCH, close
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import assert_as_undisturbed, in_worker
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 VARIANTS = [name for name in trainings.VARIANTS if name != "plain"]
 
@@ -45,9 +45,7 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, se
 
 def test_statistics_of_parts_are_taken_by_all_workers_together(data, tmp_path):
     """Shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others."""
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "batch normalisation of parts", count=3)
-        one, *others = driver.results(3)
+    one, *others = together(in_worker, data, tmp_path, {}, "batch normalisation of parts", count=3)
     assert one["steps"] == EPOCHS * 51
     assert all(other["history"] == one["history"] for other in others)
 
@@ -56,10 +54,8 @@ def test_statistics_of_each_workers_rows_are_an_option(data, tmp_path):
     variant = "batch normalisation of each worker's rows"
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path / "two", {}, variant, count=2)
-        for result in driver.results(2):
-            assert result["history"][-1]["loss"] != pytest.approx(expected["history"][-1]["loss"], rel=1e-6)
+    for result in together(in_worker, data, tmp_path / "two", {}, variant):
+        assert result["history"][-1]["loss"] != pytest.approx(expected["history"][-1]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +69,12 @@ def test_statistics_of_each_workers_rows_are_an_option(data, tmp_path):
 def test_a_worker_that_is_killed_changes_nothing_of_the_statistics(variant, kill, data, tmp_path):
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "three", expected)
+    for result in together(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3, left=2):
+        assert_as_undisturbed(result, tmp_path / "three", expected)
 
 
 def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_that_diverges, data, tmp_path, count=3)
-        results = driver.results(3)
+    results = together(trainings.in_worker_that_diverges, data, tmp_path, count=3)
     for result in results:
         assert (result["diverged"]["step"], result["diverged"]["epoch"]) == (STEPS_AN_EPOCH + 2, 1)
         assert len(result["history"]) == 1
@@ -93,10 +85,8 @@ def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path
     ("file", "half"), [("state.pt", True), ("checkpoint.json", True), ("checkpoint.json", False), ("model.pt", False)]
 )
 def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path, {1: ("store", file, half)}, count=2)
-        (result,) = driver.results(1)
-        assert_as_undisturbed(result, tmp_path, undisturbed)
+    (result,) = together(in_worker, data, tmp_path, {1: ("store", file, half)}, left=1)
+    assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
@@ -113,32 +103,24 @@ def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_
     variant = "metrics with states"
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "three", expected)
-            assert result["history"][0]["outputs_count"] == ROWS
+    for result in together(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3, left=2):
+        assert_as_undisturbed(result, tmp_path / "three", expected)
+        assert result["history"][0]["outputs_count"] == ROWS
 
 
 def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "a batch for each worker", count=3)
-        for result in driver.results(3):
-            assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
+    for result in together(in_worker, data, tmp_path, {}, "a batch for each worker", count=3):
+        assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
 
 
 def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_path, undisturbed):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "compressed", count=2)
-        driver.results(2)
+    together(in_worker, data, tmp_path, {}, "compressed")
     assert trainings.weights(tmp_path) != close(undisturbed[1])
     assert trainings.weights(tmp_path) == pytest.approx(undisturbed[1], abs=0.05)
 
 
 def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_with_norm, data, tmp_path, count=3)
-        results = driver.results(3)
+    results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
     net = trainings.make_net(norm=True)
     net.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
@@ -151,16 +133,12 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
 def test_clipping_does_not_look_at_parameters_that_the_optimizer_does_not_have(data, tmp_path):
     expected = trainings.in_worker_with_a_head(data, tmp_path / "alone")
     hvd.shutdown()
-    with WorldDriver(start_with=2) as driver:
-        driver.start(trainings.in_worker_with_a_head, data, tmp_path / "two", count=2)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
+    for result in together(trainings.in_worker_with_a_head, data, tmp_path / "two"):
+        assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
 
 
 def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_that_stops, data, tmp_path, count=3)
-        results = driver.results(3)
+    results = together(trainings.in_worker_that_stops, data, tmp_path, count=3)
     assert [result["steps"] for result in results] == [5, 5, 5]
     assert results[1]["stopped"] == "rank 1 has seen enough"
     assert results[0]["stopped"] == "a callback of another worker requested the end of the training"
