@@ -1,4 +1,4 @@
-"""Fits whose disk fails under them for a while: full, read-only, or gone. They go on, and so do their checkpoints."""
+"""Fits whose disk fails under them for a while: full, or gone. They go on, and so do their checkpoints."""
 
 from __future__ import annotations
 
@@ -50,18 +50,6 @@ def full(disk: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_only(disk: Path) -> Iterator[None]:
-    """Have all writes fail, as a disk with errors does; files that are open for writing are closed by then."""
-    wait_until(lambda: _remounted(disk, "ro"), 20, "the disk is not written to for a moment")
-    yield
-    assert _remounted(disk, "rw")
-
-
-def _remounted(disk: Path, how: str) -> bool:
-    return subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], capture_output=True).returncode == 0
-
-
-@contextlib.contextmanager
 def gone(disk: Path) -> Iterator[None]:
     """Have the disk's folder lead nowhere, as that of a mount whose server is away."""
     away = disk.with_name("away")
@@ -92,7 +80,7 @@ def epochs_of(runs: Path) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("failing", [full, read_only, gone])
+@pytest.mark.parametrize("failing", [full, gone])
 def test_fit_goes_on_while_the_disk_of_its_checkpoints_fails(
     spark: Any, tmp_path: Path, disk: Path, failing: Any
 ) -> None:

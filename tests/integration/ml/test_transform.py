@@ -266,18 +266,6 @@ def test_a_model_is_loaded_once_by_each_worker_process_for_all_of_its_tasks(rows
     assert len(pids) == len(set(pids)), "one process loaded it for several of the nine tasks"
 
 
-def test_partitions_without_rows_are_fine(spark: Any, rows: Any, sent: str) -> None:
-    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    assert len(model.transform(rows.where("id = 3").repartition(4)).collect()) == 1
-    assert model.transform(rows.where("id < 0")).collect() == []
-
-
-def test_a_null_is_an_error_that_names_the_column(rows: Any, sent: str) -> None:
-    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    with pytest.raises(PythonException, match=r"column 'a': .* have null"):
-        model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
-
-
 def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(
     rows: Any, sent: str, tmp_path: Path
 ) -> None:
@@ -344,24 +332,6 @@ def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
     assert len(model._shipments) == 1
     model.copy({model.transform_threads: 2}).transform(rows)
     assert len(model._shipments) == 2
-
-
-def test_it_works_on_a_stream(spark: Any, rows: Any, sent: str, tmp_path: Path) -> None:
-    rows.withColumn("a", F.when(F.col("id") != 5, F.col("a"))).write.parquet(str(tmp_path / "rows"))
-    stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
-    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()), handle_invalid="skip")
-    name = f"scored_with_{sent.replace(' ', '_')}"
-    query = (
-        model.transform(stream)
-        .writeStream.format("memory")
-        .queryName(name)
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    assert query.awaitTermination(120)
-    assert spark.table(name).count() == 29
-    assert spark.table(name).where("prediction is null").count() == 0
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -46,7 +46,3 @@ def test_each_iterator_has_the_rows_that_were_set_last_and_ends():
     assert [(x.numpy().tolist(), y.numpy().tolist()) for x, y in batches] == [([5], [10])]
     batches.set_rows(shares_of())
     assert list(batches) == []
-
-
-def test_the_end_of_an_iterator_waits_for_no_tuning():
-    assert TensorFlowBatches(np.arange(10))._made().options().autotune.enabled is False

@@ -203,65 +203,6 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
 
 
-class Two(keras.Model):
-    """Two optimizers of its own, one for each layer; `compile` adds one that is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
-        self.own = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)) for _ in self.parts]
-
-    def build(self, shape):
-        for part, optimizer in zip(self.parts, self.own, strict=True):
-            part.build(shape)
-            optimizer.build(part.trainable_variables)
-        self.built = True
-
-    def call(self, inputs):
-        return self.parts[0](inputs) + self.parts[1](inputs)
-
-    def train_step(self, data):
-        import tensorflow as tf
-
-        x, y = data
-        for part, optimizer in zip(self.parts, self.own, strict=True):
-            with tf.GradientTape() as tape:
-                value = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, part(x), from_logits=True))
-            optimizer.apply(tape.gradient(value, part.trainable_variables), part.trainable_variables)
-        return {"loss": value}
-
-
-def train_two(dies):
-    hvd.init()
-    keras.utils.set_random_seed(hvd.rank())
-    model = Two()
-    model.build((None, FEATURES))
-    model.compile(steps_per_execution=4)
-    state = KerasState(model, one=model.own[0], other=model.own[1], batch=0, epoch=0)
-    x, y = data()
-    dataset = ElasticDataset(x / ROWS, y, state=state, batch_size=BATCH)
-    if link().worker in dies:
-        dies_at_reduction(dies[link().worker])
-
-    @hvd.elastic.run
-    def loop(state):
-        callbacks = [ElasticCallback(state)]
-        model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-
-    loop(state)
-    return [int(own.iterations) for own in model.own], [float(v.numpy().sum()) for v in model.trainable_variables]
-
-
-def test_a_model_with_two_optimizers_resumes_after_the_last_batch_that_both_have_stepped_for():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_two, {2: 2 * 6 + 1}, count=3)  # in the second execution of four batches
-        one, other = driver.results(2)
-    undisturbed = together(train_two, {})[0]
-    assert one == other
-    assert one[0] == [STEPS, STEPS]
-    assert one[1] == pytest.approx(undisturbed[1], abs=1e-5)
-
-
 def test_rank_0_may_die_and_another_after_it():
     (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)

@@ -26,6 +26,13 @@ def small():
     return compiled(keras.Sequential(layers), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 
 
+def ready():
+    """Return a model, its state, and a dataset of that."""
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    return model, state, ElasticDataset(*data(), state=state, batch_size=BATCH)
+
+
 class Losses(keras.callbacks.Callback):
     """As many users write it: a list that begins anew with each training."""
 
@@ -49,9 +56,7 @@ class Flat(keras.callbacks.Callback):
 
 def train(folder, dies, made_anew, phase="begin", where="first"):
     hvd.init()
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     mine = dies.get(link().worker)
     file = Path(folder, "log.csv")
 
@@ -106,13 +111,13 @@ def check(results):
         assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
 
 
-@pytest.mark.parametrize("made_anew", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "where", "at"),
+    ("phase", "where", "at", "made_anew"),
     [
-        ("begin", "first", (3, 4)),  # in the middle of an epoch
-        ("epoch", "first", (2, BATCHES)),  # the others wait in MetricAverageCallback, one has had callbacks before it
-        ("epoch", "last", (3, 0)),  # they have begun the next epoch
+        ("begin", "first", (3, 4), True),  # in the middle of an epoch
+        # the others wait in MetricAverageCallback, one has had callbacks before it
+        ("epoch", "first", (2, BATCHES), False),
+        ("epoch", "last", (3, 0), True),  # they have begun the next epoch
     ],
 )
 def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
@@ -126,9 +131,7 @@ def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, wh
 def grow(folder):
     hvd.init()
     newcomer = hvd.size() == 1
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     stopping = keras.callbacks.EarlyStopping("loss", patience=12, min_delta=1e-6, restore_best_weights=True)
     first = {}
 
@@ -185,9 +188,7 @@ def leaves(state):
 
 
 def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_it(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     left, histories = [], []
 
     @hvd.elastic.run
@@ -208,9 +209,7 @@ def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_
 
 
 def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     waits = []
 
     class Leaves(keras.callbacks.Callback):
@@ -233,9 +232,7 @@ def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
 
 
 def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     failed = []
 
     class Fails(keras.callbacks.Callback):
@@ -285,9 +282,7 @@ class Tally(keras.callbacks.Callback):
 
 
 def test_the_state_dict_of_a_callback_is_kept_in_place_of_its_attributes(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     tallies = []
 
     class Leaves(keras.callbacks.Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 
 import keras
@@ -15,7 +14,6 @@ import spark_elastic.tensorflow as hvd_of_tensorflow
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.keras.elastic import ElasticCallback, KerasState
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
-from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver, together
 
@@ -255,46 +253,3 @@ def test_saved_model_with_synchronised_layers_loads(tmp_path):
     assert type(again.layers[0]) is hvd.SyncBatchNormalization
     assert again.layers[0].momentum == 0.7
     assert hvd_of_tensorflow.SyncBatchNormalization is hvd.SyncBatchNormalization
-
-
-TORCH_WORLD = """
-# imported in the functions, so that the fork server alone imports them, and not the program that starts it as well
-def gradients(norm, mine):
-    import keras, numpy as np, torch
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(6), norm(), layers.Dense(3)])
-    x = np.random.default_rng(2).normal(size=(8, 4)).astype("float32") * 3 + 5
-    y = torch.arange(8)[mine] % 3
-    torch.nn.functional.cross_entropy(model(x[mine], training=True), y, reduction="sum").div(8).backward()
-    return [v.value.grad for v in model.trainable_variables]
-
-def train():
-    import keras, torch
-    import spark_elastic.keras as hvd
-    import spark_elastic.torch as on_torch
-    hvd.init()
-    expected = gradients(keras.layers.BatchNormalization, slice(0, 8))
-    mine = [slice(0, 5), slice(5, 8)][hvd.rank()]
-    close = []
-    for norm in (hvd.SyncBatchNormalization, keras.layers.BatchNormalization):
-        found = [on_torch.allreduce(grad, op=hvd.Sum) for grad in gradients(norm, mine)]
-        close.append(all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected)))
-    return keras.backend.backend(), close
-"""
-
-
-@pytest.mark.soak
-def test_keras_on_torch_synchronises_statistics_too(tmp_path):
-    (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
-    run = """
-import torch_world
-from tests.unit import worlds
-worlds._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
-with worlds.WorldDriver(start_with=2) as driver:
-    driver.start(torch_world.train, count=2)
-    assert driver.results(2) == [("torch", [True, False])] * 2, driver.done
-"""
-    path = os.pathsep.join([str(tmp_path), os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    done = in_a_process(run, "torch", PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr

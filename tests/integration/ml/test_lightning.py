@@ -1,4 +1,4 @@
-"""LightningModules and models of transformers in workers: a kill, beside one process; transform; save and load."""
+"""LightningModules in workers: a kill, beside one process; transform; save and load."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.sql import functions as F
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from tests.unit.ml.torch.estimators import HereEstimator, weights_of
+from tests.unit.ml.torch.estimators import weights_of
 
 pytest.importorskip("lightning.pytorch")
-tr = pytest.importorskip("transformers")
-from tests.unit.ml.torch.lightning_modules import Measured, trained_by_lightning  # noqa: E402
+from tests.unit.ml.torch.lightning_modules import Measured, trained_by_lightning
 
 EPOCHS, BATCH, ROWS, VALIDATION = 3, 20, 96, 32
 
@@ -119,49 +117,6 @@ def test_a_saved_model_has_its_hyperparameters_and_needs_lightning(
     assert weights_of(loaded) == weights_of(fitted)
     assert loaded.history == fitted.history
     monkeypatch.setitem(sys.modules, "tests.unit.ml.torch.lightning_modules", None)
-    monkeypatch.setitem(sys.modules, "tests.integration.ml.test_lightning_and_transformers", None)
+    monkeypatch.setitem(sys.modules, "tests.integration.ml.test_lightning", None)
     with pytest.raises(CheckpointError, match="needs the package tests, which cannot be imported here"):
         ElasticTorchModel.load(path, trusted=True)
-
-
-@pytest.mark.soak
-def test_a_language_model_learns_the_same_in_two_workers_as_in_one(spark: Any, tmp_path: Path) -> None:
-    """The workers of a step have rows with different numbers of tokens."""
-    length = F.pmod(F.col("id") * 5, F.lit(9)) + 2
-    position = F.sequence(F.lit(0), F.lit(9))
-    token = F.transform(
-        position, lambda at: F.when(at < length, F.pmod(F.col("id") + at * 3, F.lit(27)) + 3).otherwise(0)
-    )
-    table = spark.range(0, 120, 1, 1).select(
-        token.cast("array<long>").alias("input_ids"),
-        F.transform(position, lambda at: (at < length).cast("long")).alias("attention_mask"),
-    )
-    table = table.withColumn("labels", F.transform("input_ids", lambda each: F.when(each > 0, each).otherwise(-100)))
-    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    torch.manual_seed(0)
-    config = tr.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16, **dropout)
-    net = tr.GPT2LMHeadModel(config)
-    settings: dict[str, Any] = {
-        "feature_cols": ["input_ids", "attention_mask"],
-        "label_cols": ["labels"],
-        "optimizer": torch.optim.AdamW(net.parameters(), lr=3e-3),
-        "batch_size": 25,
-        "epochs": 2,
-        "shuffle": False,
-        "store": str(tmp_path),
-        "verbose": 0,
-    }
-    alone = HereEstimator.from_transformers(net, **settings).fit(table)
-    model = ElasticTorchEstimator.from_transformers(net, **settings, num_proc=2).fit(table)
-    assert model.history["loss"] == pytest.approx(alone.history["loss"], rel=1e-5)
-    assert weights_of(model) == pytest.approx(weights_of(alone), abs=1e-4)
-    assert model.history["loss"][1] < model.history["loss"][0]
-    path = str(tmp_path / "model")
-    model.save(path)
-    loaded = ElasticTorchModel.load(path, trusted=True)
-    assert loaded.module.model.lm_head.weight is loaded.module.model.transformer.wte.weight
-    (row,) = loaded.transform(table).limit(1).collect()
-    first = torch.tensor([row.input_ids])
-    with torch.no_grad():
-        logits = model.module.model(first, attention_mask=torch.tensor([row.attention_mask])).logits
-    assert np.allclose(row.output, logits[0], atol=1e-5)
