@@ -1,4 +1,4 @@
-"""What users who write their first programs meet: columns in another order, files of different length, early stops."""
+"""What users who write their first programs meet: columns in another order, outputs without a prediction."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import logging
 
 import pytest
 
-from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.compiling import check_order
 from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
-from spark_elastic.reporting.progress import stop_line
 
 
 def test_column_with_the_name_of_another_input_is_refused() -> None:
@@ -26,16 +24,6 @@ def test_columns_in_order_or_with_names_of_their_own_are_accepted() -> None:
     check_order("label_cols", "outputs", [None, None], [["store"], ["day"]])
 
 
-def test_lengths_that_differ_in_each_partition_make_one_line() -> None:
-    faults = [
-        Fault("content", 3, 1, f"byte strings of {500 + n}", f"byte strings of {400 + n} as in the first row", "Pad", n)
-        for n in range(30)
-    ]
-    message = str(error_of(faults, 900))
-    assert message.count("content") == 1
-    assert "90 of 900 rows" in message
-
-
 @pytest.mark.parametrize(
     ("rule", "of_classes", "warned"), [(None, True, True), (None, False, False), ("argmax", True, False)]
 )
@@ -45,8 +33,3 @@ def test_missing_prediction_is_warned_of_where_labels_are_classes(
     with caplog.at_level(logging.WARNING, "spark_elastic.ml"):
         warn_of_no_prediction(DryRunResult((OutputShape("<f4", (3,)),), rule, of_classes=of_classes))
     assert ("prediction='argmax'" in caplog.text) == warned
-
-
-def test_stop_says_after_which_epoch_and_why() -> None:
-    said = " ".join(stop_line(56, 100, "the budget is used up").split())
-    assert said == "spark_elastic: training was stopped after epoch 56/100: the budget is used up"

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError, RunTakenError
+from spark_elastic.errors import RunTakenError
 from spark_elastic.ml import run_lease
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
 from spark_elastic.ml.run_folder import clear
 from spark_elastic.ml.run_lease import (
     BEAT_S,
@@ -194,16 +194,9 @@ def test_one_of_many_simultaneous_drivers_gets_the_run(run):
         thread.join(60)
     tokens = [owner.token for owner in taken]
     assert len(set(tokens)) == len(tokens), "no two have the same place"
-    valid = [owner for owner in taken if not _fenced(run, owner)]
-    assert len(valid) <= 1
-
-
-def _fenced(run, owner):
-    try:
-        Fence(run, owner.token, owner.name).check()
-    except RunTakenError:
-        return True
-    return False
+    for owner in sorted(taken, key=lambda owner: owner.token)[:-1]:
+        with pytest.raises(RunTakenError):
+            Fence(run, owner.token, owner.name).check()
 
 
 def test_unreadable_file_counts_as_an_owner_for_a_minute(run):
@@ -211,12 +204,6 @@ def test_unreadable_file_counts_as_an_owner_for_a_minute(run):
     run.write_bytes(f"{OWNERS}/000004-{'0' * 32}.json", b"{")
     assert time.take(run, HERE).token == 5
     assert LEASE_S <= time.waited <= LEASE_S + 1
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"token": 1}', b'{"process": 3}'])
-def test_invalid_owner_files_are_refused(text):
-    with pytest.raises(ValueError):
-        Owner.loads(text)
 
 
 def test_deleted_folder_is_not_written_again(run):
@@ -341,19 +328,6 @@ def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
             run.write_bytes("model.pt", b"late", check=check)
         assert run.read_bytes("model.pt") == b"of the other driver"
         assert sorted(entry.path for entry in run.list()) == ["model.pt", OWNERS]
-
-
-def test_fenced_writer_reports_it(run):
-    with held_run(run) as lease:
-        checkpoints = Checkpoints(run.sub("checkpoints"), lease.fence)
-        writer = CheckpointWriter(checkpoints, keep=1)
-        taken_over(run, lease)
-        writer.submit(lambda: contents(1, 1))
-        with pytest.raises(CheckpointError):
-            writer.drain()
-        writer.close()
-        assert isinstance(writer.fenced, RunTakenError)
-        assert checkpoints.complete() == []
 
 
 def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():

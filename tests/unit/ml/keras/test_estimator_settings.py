@@ -13,7 +13,7 @@ from pyspark.sql.types import ArrayType, DoubleType, FloatType, LongType, Struct
 keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
-from spark_elastic import ElasticKerasEstimator, ElasticKerasModel  # noqa: E402
+from spark_elastic import ElasticKerasEstimator  # noqa: E402
 from spark_elastic.data.dataset import pack  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
@@ -31,26 +31,6 @@ def dataset(tmp_path: Path) -> Any:
 def checked(**changes: Any) -> None:
     made = {"feature_cols": ["x"], "label_cols": ["y"], **settings(**changes)}
     ElasticKerasEstimator(**made)._check_complete(from_columns=True)
-
-
-@pytest.mark.parametrize("kind", [ElasticKerasEstimator, ElasticKerasModel])
-def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) -> None:
-    made = kind()
-    for param in made.params:
-        assert len(param.doc) > 10
-        assert param.doc.endswith(".")
-        ending = "".join(part.capitalize() for part in param.name.split("_"))
-        assert getattr(made, f"get{ending}")() == param.default
-        assert getattr(made, f"set{ending}").__doc__
-
-
-def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> None:
-    from spark_elastic import ElasticTorchEstimator
-
-    names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
-    of_torch = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
-    assert torchs - names == {*of_torch, "virtual_workers", "generators"}
-    assert names - torchs == {"weighted_metrics", "custom_objects"}
 
 
 def test_exact_training_is_refused_before_workers_start() -> None:

@@ -23,22 +23,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_set(tmp_path_factory.mktemp("set"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"checkpoint_interval": 2}, "checkpoint_interval=2 without checkpoint_dir"),
-        ({"keep_checkpoints": 2}, "keep_checkpoints=2 without checkpoint_dir"),
-        ({"checkpoint_best_of": "loss"}, "checkpoint_best_of='loss' without checkpoint_dir"),
-        ({"checkpoint_dir": "/x", "checkpoint_best_mode": "max"}, "without checkpoint_best_of"),
-        ({"resume": False}, "resume=False without run_id"),
-        ({"scheduler_interval": "step"}, "scheduler_interval is set, but there is no lr_scheduler"),
-    ],
-)
-def test_setting_without_the_setting_it_depends_on_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidSettingsError, match=said):
-        ElasticTorchEstimator(**settings)
-
-
 def plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import (
     CheckpointError,
-    InvalidSettingsError,
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
@@ -26,7 +24,6 @@ from spark_elastic.errors import (
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import _decode
-from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
@@ -86,13 +83,6 @@ def test_rows_in_another_order_or_with_other_text_are_other_rows(dataset: Datase
         with pytest.raises(CheckpointError, match=r"checkpoints of other rows.*in their order.*resume=False"):
             estimator(**common).from_dataset_path(other)
     estimator(**common, epochs=3).from_dataset_path(dataset)
-
-
-def test_functions_differ_by_code_and_captured_values() -> None:
-    assert described(sgd(0.1)) == described(sgd(0.1))
-    assert described(sgd(0.1)) != described(sgd(0.2))
-    assert described(lambda x: x + 1) != described(lambda x: x + 2)
-    assert described([nn.Linear(2, 3)]) == described([nn.Linear(2, 3)])
 
 
 class LosesItsWorkers(HereEstimator):
@@ -167,12 +157,6 @@ def test_model_that_cannot_be_written_is_returned_with_the_results(
     assert f"model.pt could not be written to {tmp_path / 'a'} and came with the results" in caplog.text
 
 
-@pytest.mark.parametrize("run_id", ["../evil", "/a/b", ".", "..", "", "a b"])
-def test_a_run_id_is_the_name_of_a_folder_and_nothing_else(run_id: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="run_id must be letters"):
-        estimator(run_id=run_id, checkpoint_dir="/tmp")
-
-
 def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.txt").write_text("years")
@@ -184,24 +168,6 @@ def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
         estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
-
-
-class Difference(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a - 10 * b) * self.weight
-
-
-def test_numbered_inputs_do_not_depend_on_the_order_in_the_dataset(tmp_path: Path) -> None:
-    ones = np.ones(8, np.float32)
-    swapped = pack({"features_1": 2 * ones, "features_0": ones, "label_0": ones}, tmp_path)
-    model = estimator(model=Difference(), optimizer=torch.optim.SGD, loss=nn.MSELoss(), epochs=1).from_dataset_path(
-        swapped
-    )
-    assert [field.name for field in model._fitted.inputs] == ["features_0", "features_1"]
 
 
 @pytest.mark.parametrize("prefix", ["x", "", "Pickled", "pickled"])
