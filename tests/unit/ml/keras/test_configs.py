@@ -8,7 +8,7 @@ import pytest
 keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
-from spark_elastic.ml.keras import pickling, safe_objects  # noqa: E402
+from spark_elastic.ml.keras import safe_objects  # noqa: E402
 from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
 from spark_elastic.ml.keras.serialization import comparable_config  # noqa: E402
 
@@ -31,12 +31,7 @@ def test_arguments_survive_saving_without_trust_and_pickling(kind, arguments):
         assert type(loaded) is kind
         for name, value in arguments.items():
             assert loaded._fn_kwargs[name] == value
-
-
-@pytest.mark.parametrize(("kind", "arguments"), WITH_ARGUMENTS)
-def test_other_arguments_are_another_configuration(kind, arguments):
-    assert comparable_config(kind(**arguments)) == comparable_config(kind(**arguments))
-    assert comparable_config(kind(**arguments)) != comparable_config(kind())
+    assert comparable_config(made) == comparable_config(kind(**arguments)) != comparable_config(kind())
 
 
 LOSSES = [
@@ -59,11 +54,6 @@ def test_type_of_a_loss_survives_saving_without_trust_and_pickling(kind, dtype):
     assert comparable_config(made) != comparable_config(kind())
 
 
-def test_loss_of_the_default_type_has_the_configuration_that_earlier_versions_stored():
-    for made in (keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(dtype="float32")):
-        assert "dtype" not in comparable_config(made)["config"]
-
-
 def test_an_argument_may_be_an_array():
     made = keras.losses.CategoricalFocalCrossentropy(alpha=np.array([0.2, 0.3, 0.5]), axis=1)
     file = safe_objects.dumps(made)
@@ -72,12 +62,3 @@ def test_an_argument_may_be_an_array():
     assert loaded.axis == 1
     np.testing.assert_array_equal(loaded.alpha, made.alpha)
     assert comparable_config(made) is not None
-
-
-def test_a_model_is_saved_with_the_arguments_of_its_loss():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", keras.losses.Huber(delta=3.0), metrics=[keras.metrics.CosineSimilarity(axis=1)])
-    file = safe_objects.dumps(model)
-    assert file is not None
-    for loaded in (safe_objects.loads(file), pickling.pickle.loads(pickling.dumps(model, compiled=True))):
-        assert loaded.loss._fn_kwargs["delta"] == 3.0

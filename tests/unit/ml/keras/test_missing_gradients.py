@@ -144,9 +144,7 @@ def differences(rows: dict[str, np.ndarray], folder: Path) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_workers_train_weights_without_gradients_as_plain_keras(count, tmp_path):
+def test_workers_train_weights_without_gradients_as_plain_keras(tmp_path):
     rows = write_sets(tmp_path / "sets")
-    # in a process of its own too if it is one, where TensorFlow has not run
-    together(train_all, tmp_path / "sets", tmp_path / "store", count=count)
+    together(train_all, tmp_path / "sets", tmp_path / "store", count=3)
     assert differences(rows, tmp_path / "store") == []

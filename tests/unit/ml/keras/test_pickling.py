@@ -52,6 +52,11 @@ class Told(OwnModel):
         return {**super().get_config(), "width": self.width}
 
 
+class OwnMetric(keras.metrics.Mean):
+    def __init__(self, factor: float, name: str = "own") -> None:
+        super().__init__(name=name)
+
+
 class OwnLoss(keras.losses.Loss):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -59,11 +64,6 @@ class OwnLoss(keras.losses.Loss):
 
     def call(self, label: Any, output: Any) -> Any:
         return self.factor * (label - output)
-
-
-class OwnMetric(keras.metrics.Mean):
-    def __init__(self, factor: float, name: str = "own") -> None:
-        super().__init__(name=name)
 
 
 def relu(x: Any) -> Any:
@@ -118,16 +118,6 @@ def test_users_model_class_needs_a_complete_config() -> None:
             KerasPickle.of(value)
 
 
-def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    loss, crossentropy, optimizer = KerasPickle.of(
-        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
-    ).load()
-    assert loss.factor == 3.0
-    assert crossentropy.get_config()["from_logits"]
-    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
-
-
 MAKES = """
 import sys, pickle, keras
 from spark_elastic.ml.keras.pickling import KerasPickle
@@ -149,35 +139,21 @@ print(sealed.load()(numpy.ones((1, 3))).numpy().tolist())
 """
 
 
+def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    loss, crossentropy, optimizer = KerasPickle.of(
+        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
+    ).load()
+    assert loss.factor == 3.0
+    assert crossentropy.get_config()["from_logits"]
+    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
+
+
 def test_classes_of_main_reach_another_process_and_load_imports_keras() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout
     opened = subprocess.run([sys.executable, "-c", OPENS], env=env, input=made, capture_output=True, check=True).stdout
     assert opened.decode().strip() == "[[2.0, 2.0, 2.0]]"
-
-
-def _layer_by_layer():
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-
-
-def _functional():
-    given = keras.Input((3,))
-    return keras.Model(given, keras.layers.Dense(2)(given))
-
-
-@pytest.mark.parametrize("make", [_layer_by_layer, _functional])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_model_of_keras_layers_is_stored_without_a_pickle(make, compiled):
-    from spark_elastic.ml.keras import safe_objects
-
-    model = make()
-    if compiled:
-        model.compile("adam", "mse")
-    file = safe_objects.dumps({"model": model})
-    assert file is not None
-    again = safe_objects.loads(file)["model"]
-    assert again.compiled == compiled
-    assert [w.tolist() for w in again.get_weights()] == [w.tolist() for w in model.get_weights()]
 
 
 def test_archives_stay_in_memory(tmp_path, monkeypatch):

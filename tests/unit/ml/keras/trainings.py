@@ -32,10 +32,8 @@ from tests.unit.ml.in_worlds import (
     VALIDATION_ROWS,
     At,
     EpochCounter,
-    Telling,
     assert_same_outcome,
     at_call,
-    end,
     plain_outcome,
 )
 
@@ -179,10 +177,6 @@ def close(expected: Any) -> Any:
     return in_worlds.close(expected, TOLERANCE)
 
 
-def ending(event: str, count: int) -> At:
-    return At(event, count, end)
-
-
 # --- variants ---------------------------------------------------------------------------------------
 
 
@@ -295,7 +289,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "metrics": {"kind": ["accuracy"], "size": ["mae"]},
     },
     "a batch larger than the set": {"batch_size": 1000},
-    "batch normalisation": {"model": lambda: make_net(norm=True), "metrics": ["accuracy"]},
     "batch normalisation, fewer rows than workers": {
         "model": lambda: make_net(norm=True),
         "batch_size": (ROWS - 2) // 3,
@@ -373,7 +366,6 @@ def _die_within(kind: str, count: int) -> None:
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
-        "before buffers are shared": (KerasEngine, "share_buffers"),
         "while the model is written": (KerasEngine, "model_file"),
     }[kind]
     plain_method, dies = getattr(place, name), at_call(count, die)
@@ -412,7 +404,3 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
     engine.adapt_callbacks = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
-
-
-def in_worker_that_tells(data: Path, folder: Path) -> Any:
-    return outcome(make_training(data, folder, callbacks=[Telling()]))

@@ -77,6 +77,10 @@ def plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+def stepped(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 class Odd(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -151,6 +155,16 @@ def second_output(model: Any, batch: Any) -> Any:
         ),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
+        (
+            {"lr_scheduler": plateau, "scheduler_interval": "step"},
+            InvalidSettingsError,
+            "'step' with ReduceLROnPlateau",
+        ),
+        (
+            {"lr_scheduler": stepped, "scheduler_monitor": "loss"},
+            InvalidSettingsError,
+            "StepLR, which follows no value",
+        ),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
         ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),

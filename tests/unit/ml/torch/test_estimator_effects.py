@@ -11,7 +11,7 @@ from torch import nn
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.callbacks import Callback, EarlyStopping
+from spark_elastic.ml.callbacks import Callback
 from tests.unit.ml.torch.estimators import estimator, make_net, make_set, weights_of
 
 
@@ -51,6 +51,15 @@ def test_the_trained_weights_depend_on(name: str, dataset: Dataset, plain: Any) 
     assert weights_of(estimator(**changes).from_dataset_path(dataset)) != weights_of(reference)
 
 
+def test_settings_reach_the_workers(dataset: Dataset) -> None:
+    options = {"order": "lanes", "prefetch": 1}
+    made = estimator(gradient_compression="bf16", accumulation_steps=4, device="cpu", data_options=options)
+    made.from_dataset_path(dataset)
+    given = made.training
+    assert (given.compression, given.accumulation, given.device) == ("bf16", 4, "cpu")
+    assert (given.order, given.prefetch) == ("lanes", 1)
+
+
 def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
     net = make_net(width=5)
     before = [value.clone() for value in net.state_dict().values()]
@@ -58,12 +67,6 @@ def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
     assert model.module[0].out_features == 5
     assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
     assert not torch.equal(model.module[0].weight, net[0].weight)
-
-
-def test_metrics_are_columns_of_the_history(dataset: Dataset) -> None:
-    model = estimator(metrics={"ones": lambda output, label: torch.ones(len(label))}).from_dataset_path(dataset)
-    assert model.history["ones"] == [1.0, 1.0]
-    assert model.history["val_ones"] == [1.0, 1.0]
 
 
 def test_scheduler_monitor_is_the_column_that_is_followed(dataset: Dataset) -> None:
@@ -74,20 +77,6 @@ def test_scheduler_monitor_is_the_column_that_is_followed(dataset: Dataset) -> N
     assert estimator(**settings).from_dataset_path(dataset).history["lr"] == [0.1, 0.1, 0.1]  # the loss gets better
     model = estimator(**settings, scheduler_monitor="rows").from_dataset_path(dataset)  # always the same
     assert model.history["lr"] == pytest.approx([0.1, 0.1, 0.01])
-
-
-def test_callbacks_are_called_and_may_stop_the_training(dataset: Dataset) -> None:
-    stop = EarlyStopping("rows", patience=1)
-    model = estimator(callbacks=[stop], epochs=10).from_dataset_path(dataset)
-    assert len(model.history) == 2
-
-
-def test_device_is_where_workers_train(dataset: Dataset) -> None:
-    made = estimator(device="cpu")
-    made.from_dataset_path(dataset)
-    assert made.training.device == "cpu"
-    with pytest.raises(InvalidSettingsError, match="device='gpu'"):
-        estimator(device="gpu").from_dataset_path(dataset)
 
 
 class Threads(Callback):
@@ -110,12 +99,6 @@ def test_num_threads_are_those_of_the_worker(dataset: Dataset, tmp_path: Path) -
         torch.set_num_threads(before)
 
 
-def test_gradient_compression_and_accumulation_steps_reach_the_workers(dataset: Dataset) -> None:
-    made = estimator(gradient_compression="bf16", accumulation_steps=4)
-    made.from_dataset_path(dataset)
-    assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
-
-
 def with_norm(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
 
@@ -129,9 +112,6 @@ def test_sync_batch_norm_is_on_and_the_fitted_model_has_ordinary_layers(dataset:
         [type(each) for each in model.module] == [type(each) for each in net] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
     )
     assert int(model.module[1].num_batches_tracked) == 12
-    made = estimator(model=net, sync_batch_norm=False)
-    made.from_dataset_path(dataset)
-    assert not made.training.sync_batch_norm
 
 
 class Scaled(nn.BatchNorm1d):
@@ -147,29 +127,6 @@ def test_a_layer_that_cannot_be_synchronised_is_named(
     said = [record.getMessage() for record in caplog.records if "batch statistics" in record.getMessage()]
     assert len(said) == wanted
     assert all("1 (Scaled)" in each for each in said)
-
-
-def shapes(model: nn.Module, batch: Any) -> Any:
-    loss = nn.functional.cross_entropy(model(batch.inputs[0].flatten(1)), batch.labels[0].reshape(-1))
-    return loss, torch.tensor([batch.inputs[0].shape[1], batch.labels[0].dim()]).expand(batch.rows, 2)
-
-
-def test_input_shapes_and_label_shapes_are_those_that_the_model_sees(dataset: Dataset) -> None:
-    settings: dict[str, Any] = {"loss": None, "train_fn": shapes}
-    settings["metrics"] = {
-        "axis": lambda output, label: output[:, 0].double(),
-        "axes": lambda output, label: output[:, 1].double(),
-    }
-    model = estimator(**settings, input_shapes=[(2, 3)], label_shapes=[(1,)]).from_dataset_path(dataset)
-    assert (model.history["axis"], model.history["axes"]) == ([2.0, 2.0], [2.0, 2.0])
-    model = estimator(**settings).from_dataset_path(dataset)
-    assert (model.history["axis"], model.history["axes"]) == ([6.0, 6.0], [1.0, 1.0])
-
-
-def test_data_options_reach_the_readers(dataset: Dataset) -> None:
-    made = estimator(data_options={"order": "lanes", "prefetch": 1})
-    made.from_dataset_path(dataset)
-    assert (made.training.order, made.training.prefetch) == ("lanes", 1)
 
 
 def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_path: Path) -> None:

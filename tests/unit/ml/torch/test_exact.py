@@ -156,8 +156,7 @@ def test_number_of_workers_changes_no_bit(variant, sets, tmp_path):
     virtual = 5 if "windows" in variant else 4
     expected = alone(sets, tmp_path / "1", variant, virtual)
     optimizer = optimizer_of(tmp_path / "1")
-    assert alone(sets, tmp_path / "again", variant, virtual) == expected
-    for size in (2, 3, 4):
+    for size in (2, 4):
         folder = tmp_path / str(size)
         assert together(outcome, sets, folder, variant, virtual, count=size) == [expected] * size, f"{size} workers"
         assert optimizer_of(folder) == optimizer

@@ -77,6 +77,7 @@ TORCH = [
     (nn.KLDivLoss(reduction="sum"), SCORES.log_softmax(1), PROBABLE),
     (nn.CrossEntropyLoss(reduction="sum"), TOKEN_SCORES, MANY),
     (nn.MSELoss(), SCORES[:, :1], PROBABLE[:, 0]),  # labels without the last axis of 1
+    (nn.L1Loss(), SCORES[:, :1], ONE),  # and integers
     (nn.BCEWithLogitsLoss(), SCORES[:, 0], BINARY[:, :1]),
     (nn.CrossEntropyLoss(), SCORES, ONE[:, None]),
 ]

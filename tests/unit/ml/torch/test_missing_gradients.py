@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.torch.engine import clip_gradients
@@ -55,15 +54,12 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
-    "SGD": ({}, sgd, {}),
     "AdamW": ({}, adamw, {}),
     "accumulation": ({}, sgd, {"accumulation": 2}),
     "fewer rows than workers": ({}, sgd, {"batch_size": 2}),
-    "batch normalisation": ({"norm": True}, sgd, {"batch_size": 8}),
     "batch normalisation of fewer rows than workers": ({"norm": True}, sgd, {"batch_size": 2}),
     "exact": ({}, adamw, {"virtual_workers": 4}),
     "clipped": ({}, adamw, {"clip_norm": 0.3, "clip_value": 0.1}),
-    "sparse": ({"table": True}, plain_sgd, {}),
     "sparse, clipped": ({"table": True}, plain_sgd, {"clip_norm": 0.3, "clip_value": 0.1}),
 }
 
@@ -122,16 +118,7 @@ def differences(rows: dict[str, np.ndarray], folder: Path) -> list[str]:
     return out
 
 
-def test_one_worker_trains_layers_that_few_rows_use_as_plain_torch(tmp_path):
-    rows = write_set(tmp_path / "set")
-    try:
-        train_all(tmp_path / "set", tmp_path / "store")
-    finally:
-        hvd.shutdown()
-    assert differences(rows, tmp_path / "store") == []
-
-
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_workers_train_layers_that_few_rows_use_as_plain_torch(count, tmp_path):
     rows = write_set(tmp_path / "set")
     together(train_all, tmp_path / "set", tmp_path / "store", count=count)

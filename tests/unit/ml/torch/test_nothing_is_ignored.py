@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.dataset import Dataset
@@ -21,28 +20,6 @@ from tests.unit.ml.torch.estimators import estimator, make_set
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_set(tmp_path_factory.mktemp("set"))
-
-
-def plateau(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-
-
-def steps(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"lr_scheduler": plateau, "scheduler_interval": "step"}, "'step' with ReduceLROnPlateau"),
-        ({"lr_scheduler": steps, "scheduler_monitor": "loss"}, "'loss' with StepLR, which follows no value"),
-    ],
-)
-def test_a_scheduler_that_does_not_go_with_its_settings_is_refused(
-    settings: dict[str, Any], said: str, dataset: Dataset
-) -> None:
-    with pytest.raises(InvalidSettingsError, match=said):
-        estimator(**settings).from_dataset_path(dataset)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +50,6 @@ def test_dataset_without_validation_rows_is_refused_if_validation_is_set(tmp_pat
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
     with pytest.raises(DatasetError, match=r"validation=0\.1, but the dataset in .* was written without validation="):
         estimator(validation=0.1).from_dataset_path(pack(rows, tmp_path))
-
-
-def test_only_a_spark_dataframe_can_be_fitted() -> None:
-    pandas = pytest.importorskip("pandas")
-    with pytest.raises(InvalidSettingsError, match=r"needs a Spark DataFrame, not pandas\..*DataFrame"):
-        estimator(feature_cols=["a"], label_cols=["b"]).fit(pandas.DataFrame({"a": [1.0], "b": [0]}))
 
 
 def test_credentials_are_not_written_with_an_estimator() -> None:

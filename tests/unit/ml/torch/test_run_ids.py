@@ -19,7 +19,6 @@ from spark_elastic.errors import (
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
-    StoreError,
 )
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -116,10 +115,11 @@ def test_damaged_checkpoints_are_an_error_and_are_kept(dataset: Dataset, tmp_pat
     with pytest.raises(CheckpointError, match=r"none of the checkpoints.*state\.pt is not what was written"):
         estimator(**common).from_dataset_path(dataset)
     assert state.read_bytes() == damaged
+    (tmp_path / "a" / "run.json").unlink()  # as by one that was killed while it deleted the old run
     estimator(**common, resume=False).from_dataset_path(dataset)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize("text", [b"{", b"\xff"])
 def test_damaged_description_of_a_run_is_reported(text: bytes, dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
     estimator(**common).from_dataset_path(dataset)
@@ -157,33 +157,10 @@ def test_model_that_cannot_be_written_is_returned_with_the_results(
     assert f"model.pt could not be written to {tmp_path / 'a'} and came with the results" in caplog.text
 
 
-def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.txt").write_text("years")
-    estimator(checkpoint_dir=str(tmp_path), run_id="a", resume=False).from_dataset_path(dataset)
-    assert (tmp_path / "a" / "thesis.txt").exists()
-
-
 def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
         estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
-
-
-@pytest.mark.parametrize("prefix", ["x", "", "Pickled", "pickled"])
-def test_only_trusted_pickles_are_unpickled(prefix: str, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return Path.touch, (tmp_path / "evil",)
-
-    files = {"loss.pkl": cloudpickle.dumps({"loss": Evil()})}
-    stored = {"loss": f"{prefix}:loss.pkl"}
-    with pytest.raises(CheckpointError, match="running code"):
-        _decode(stored, files, serialization, False, "path")
-    if prefix != "pickled":
-        with pytest.raises(CheckpointError, match="damaged"):
-            _decode(stored, files, serialization, True, "path")
-    assert not (tmp_path / "evil").exists()
 
 
 class Away(HereEstimator):
@@ -208,8 +185,24 @@ def test_model_comes_with_the_results_if_the_storage_is_away_at_the_end(
     assert len(made.from_dataset_path(dataset).history) == 2
 
 
-def test_starting_over_needs_no_description_of_the_old_run(dataset: Dataset, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a"}
-    estimator(**common, epochs=2).from_dataset_path(dataset)
-    (tmp_path / "a" / "run.json").unlink()  # by one that was killed while it deleted the old run
-    assert len(estimator(**common, epochs=1, resume=False).from_dataset_path(dataset).history) == 1
+def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.txt").write_text("years")
+    estimator(checkpoint_dir=str(tmp_path), run_id="a", resume=False).from_dataset_path(dataset)
+    assert (tmp_path / "a" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("prefix", ["x", "", "Pickled", "pickled"])
+def test_only_trusted_pickles_are_unpickled(prefix: str, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "evil",)
+
+    files = {"loss.pkl": cloudpickle.dumps({"loss": Evil()})}
+    stored = {"loss": f"{prefix}:loss.pkl"}
+    with pytest.raises(CheckpointError, match="running code"):
+        _decode(stored, files, serialization, False, "path")
+    if prefix != "pickled":
+        with pytest.raises(CheckpointError, match="damaged"):
+            _decode(stored, files, serialization, True, "path")
+    assert not (tmp_path / "evil").exists()
