@@ -45,9 +45,8 @@ SCHEMA = StructType(
     ("feature_cols", "columns", "dtypes"),
     [
         (["a", "b"], {"features_0": ("a", "b")}, ["<f4"]),
-        (["a"], {"features_0": ("a",)}, ["<f4"]),
+        (["text"], {"features_0": "text"}, []),
         (["id"], {"features_0": "id"}, ["<i8"]),
-        (["image"], {"features_0": "image"}, ["<f4"]),
         (["words", "vector"], {"features_0": "words", "features_1": "vector"}, ["<i8", "<f4"]),
         (["image", "a"], {"features_0": "image", "features_1": ("a",)}, ["<f4", "<f4"]),
         ([["a", "price"], ["id"]], {"features_0": ("a", "price"), "features_1": "id"}, ["<f4", "<i8"]),
@@ -66,12 +65,8 @@ def test_scalars_are_stacked_and_arrays_are_separate_inputs_unless_grouped(
     assert list(made.dtypes.values()) == dtypes
 
 
-def test_a_text_column_keeps_its_own_type() -> None:
-    made = preparation.features(SCHEMA, ["text"], None)
-    assert (dict(made.columns), dict(made.dtypes)) == ({"features_0": "text"}, {})
-
-
 def test_shapes_are_assigned_to_inputs_in_order() -> None:
+    assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}, "one number is a scalar"
     made = preparation.features(SCHEMA, ["image", "words"], [[2, 3], [4]])
     assert made.shapes == {"features_0": (2, 3), "features_1": (4,)}
 
@@ -109,10 +104,6 @@ def test_integers_in_arrays_become_reals_for_losses_of_numbers_alone() -> None:
         (["words", "nested"], [None, None], ["<i8", "<i8"]),
     ):
         assert list(preparation.labels(schema, names, None, needed).dtypes.values()) == made
-
-
-def test_label_of_one_number_is_a_scalar() -> None:
-    assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}
 
 
 @pytest.mark.parametrize(

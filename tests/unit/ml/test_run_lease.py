@@ -124,7 +124,7 @@ def test_stale_lease_is_watched_for_a_while_because_clocks_differ(run):
     assert first.process == ELSEWHERE
 
 
-def test_killed_driver_on_this_host_is_replaced_at_once(run):
+def test_killed_driver_on_this_host_is_replaced_at_once(run, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = started_of(child.pid)
     alive = replace(HERE, pid=child.pid, started=started)
@@ -133,24 +133,16 @@ def test_killed_driver_on_this_host_is_replaced_at_once(run):
     child.communicate()
     assert alive.is_dead(HERE)
     assert not replace(alive, machine="another").is_dead(HERE)
+    with monkeypatch.context() as proc:  # which hides when a process was started
+        proc.setattr(run_lease, "started_of", lambda pid: 0)
+        assert alive.is_dead(HERE)
+        assert not replace(alive, pid=os.getppid()).is_dead(HERE)
     time = Time()
     first = time.take(run, alive)
     assert time.take(run, HERE).token == 2
     assert time.waited == 0
     with pytest.raises(RunTakenError):
         Fence(run, first.token, first.name).check()
-
-
-def test_driver_that_proc_hides_counts_as_alive(run, monkeypatch):
-    here = replace(HERE, pid=os.getppid(), started=run_lease.started_of(os.getppid()))
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert not here.is_dead(HERE)
-    assert replace(here, started=here.started + 1).is_dead(HERE), "another process has its number now"
-    assert replace(here, pid=gone.pid).is_dead(HERE)
-    monkeypatch.setattr(run_lease, "started_of", lambda pid: 0)
-    assert not here.is_dead(HERE)
-    assert replace(here, pid=gone.pid).is_dead(HERE)
 
 
 def test_own_process_cannot_hold_the_run_twice(run):
@@ -214,17 +206,22 @@ def test_deleted_folder_is_not_written_again(run):
     assert not run.exists()
 
 
-def test_run_that_stays_away_is_given_up_and_not_written_again(run):
-    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=0.1)
+def given_up(lease, happens, why):
+    """Let something happen to a run, and check that its driver gives the run up."""
     told = threading.Event()
 
     def job():
-        run.delete()
+        happens()
         assert told.wait(30)
         raise ConnectionError("it was cancelled for that")
 
-    with pytest.raises(RunTakenError, match=r"is not there.*gives it up"), lease.on_taken(lambda why: told.set()):
+    with pytest.raises(RunTakenError, match=why), lease.on_taken(lambda why: told.set()):
         job()
+
+
+def test_run_that_stays_away_is_given_up_and_not_written_again(run):
+    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=0.1)
+    given_up(lease, run.delete, r"is not there.*gives it up")
     lease.give_back()
     assert not run.exists()
 
@@ -252,18 +249,7 @@ def taken_over(run, lease):
 
 def test_replaced_driver_notices_and_writes_nothing(run):
     lease = RunLease(run, acquire(run), beat_s=0.01)
-    told = threading.Event()
-
-    def job():
-        taken_over(run, lease)
-        assert told.wait(30)
-        raise ConnectionError("it was cancelled for that")
-
-    with (
-        pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"),
-        lease.on_taken(lambda why: told.set()),
-    ):
-        job()
+    given_up(lease, lambda: taken_over(run, lease), "by the driver with pid 42 on host-b")
     with pytest.raises(RunTakenError):
         lease.check()
     before = run.list(OWNERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 import cloudpickle
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DoubleType, StringType, StructField, StructType
 
 from spark_elastic.data.arrow_values import missing_rows
 from spark_elastic.data.manifest import Kind, TensorField
@@ -54,14 +53,6 @@ def serving(log: Any, key: str = "one", **more: Any) -> Serving:
     return Serving(key, payload, added=added, **settings)
 
 
-def test_outputs_follow_the_input_columns_row_by_row_also_over_several_parts(tmp_path: Any) -> None:
-    given = [batch([1, 2, 3], [[1, 1], [2, 2], [3, 3]]), batch([4], [[0, 0]])]
-    made = list(serving(tmp_path / "log")(given))
-    assert [each.schema.names for each in made] == [["a", "v", "sum"]] * 2
-    assert [each.column("sum").to_pylist() for each in made] == [[3, 6, 9], [4]]
-    assert made[0].column("v").equals(given[0].column("v"))
-
-
 @dataclass
 class Widening:
     """A "model" whose rows have as many values as the largest value of its batch."""
@@ -96,33 +87,15 @@ def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones
     assert log.read_text() == "loaded "
 
 
-def test_a_null_is_an_error_that_names_the_column_and_the_rows(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="column 'a': 1 of 2 rows read have null"):
-        list(serving(tmp_path / "log")([batch([1, None], [[1, 1], [1, 1]])]))
-
-
 def test_an_array_of_another_length_than_in_training_is_an_error_with_both_lengths(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="3 for a shape of"):
         list(serving(tmp_path / "log")([batch([1], [[1, 1, 1]])]))
-
-
-def test_inference_fn_sees_the_features_and_what_it_returns_goes_to_the_model(tmp_path: Any) -> None:
-    work = serving(tmp_path / "log", inference_fn=lambda features: {"features_0": features["features_0"] * 10})
-    assert next(iter(work([batch([1], [[1, 1]])]))).column("sum").to_pylist() == [30]
 
 
 def read(kind: Any, values: pa.Array, field: TensorField, pad_to: dict[str, int] | None = None) -> Any:
     schema = StructType([StructField("x", kind)])
     reader = FeatureReader(tensors_for(schema, [field], pad_to or {}))
     return reader(pa.RecordBatch.from_arrays([values], ["x"]))["f"]
-
-
-def test_decimals_and_arrays_of_them_become_numbers() -> None:
-    scalar = read(DecimalType(5, 2), pa.array([Decimal("1.50")]), TensorField("f", ("x",), "<f4", ()))
-    assert scalar.tolist() == [1.5]
-    values = pa.array([[Decimal("1.50"), Decimal("2.25")]])
-    nested = read(ArrayType(DecimalType(5, 2)), values, TensorField("f", ("x",), "<f4", (2,)))
-    assert nested.tolist() == [[1.5, 2.25]]
 
 
 def test_sparse_and_dense_vectors_in_one_column_become_one_dense_tensor() -> None:
@@ -163,11 +136,6 @@ def test_renamed_columns_are_matched_by_position(tmp_path: Any) -> None:
     assert made.schema.names == ["0", "1", "2", "3", "sum"]
     assert made.columns[:4] == values
     assert made.column("sum").to_pylist() == [3.0, 4.0]
-
-
-def test_text_where_there_were_numbers_is_an_error_that_names_the_column() -> None:
-    with pytest.raises(DataError, match="column 'a' is of type string, and the model was trained on values of <f4"):
-        tensors_for(StructType([StructField("a", StringType()), SCHEMA["v"]]), [JOINED], {})
 
 
 NAN, INF = float("nan"), float("inf")
@@ -228,6 +196,22 @@ class Same:
         return [inputs["features_0"]]
 
 
+def test_missing_vectors_and_text_are_found() -> None:
+    rows = [
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
+        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
+        None,
+        {"type": 0, "size": 2, "indices": [], "values": []},
+    ]
+    vectors = pa.array(rows, to_arrow(VectorUDT()))
+    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
+    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
+    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
+    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
+    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
+    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]
+
+
 def nan_for_two(features: dict[str, Any]) -> dict[str, Any]:
     return {"features_0": np.where(features["features_0"] == 2, NAN, features["features_0"])}
 
@@ -245,19 +229,3 @@ def test_a_row_whose_output_is_nan_gets_no_class(tmp_path: Any) -> None:
     assert classes(handle_invalid="keep") == [1.0, None, 1.0]
     with pytest.raises(DataError, match=r"first output is NaN for 1 of 3 rows.*handle_invalid"):
         classes()
-
-
-def test_missing_vectors_and_text_are_found() -> None:
-    rows = [
-        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
-        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
-        None,
-        {"type": 0, "size": 2, "indices": [], "values": []},
-    ]
-    vectors = pa.array(rows, to_arrow(VectorUDT()))
-    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
-    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
-    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
-    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
-    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
-    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]

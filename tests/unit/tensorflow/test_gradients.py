@@ -159,21 +159,6 @@ def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_varia
     assert [name for name, right in checks.items() if not right] == []
 
 
-def lose_a_peer_eagerly():
-    hvd.init()
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        GradientReducer()([tf.ones([4])])
-    except HorovodInternalError:
-        return True
-    return False
-
-
-def test_lost_peer_raises_horovod_internal_error_eagerly():
-    assert together(lose_a_peer_eagerly, left=1) == [True]
-
-
 def test_errors_with_other_causes_are_not_translated():
     def raises():
         raise ConnectionError("connection reset by peer: a shop that sells sockets")

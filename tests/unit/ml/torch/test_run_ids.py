@@ -19,6 +19,7 @@ from spark_elastic.errors import (
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
+    StoreError,
 )
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
