@@ -325,15 +325,6 @@ def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_na
     assert dotted.where("`a.b` = 0.5").first()[dotted.columns.index("output")] == pytest.approx(0.5 + 1 + 5)
 
 
-def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
-    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    model.transform(rows)
-    model.copy({model.output_cols: ["other"]}).transform(rows)
-    assert len(model._shipments) == 1
-    model.copy({model.transform_threads: 2}).transform(rows)
-    assert len(model._shipments) == 2
-
-
 # --- saving -------------------------------------------------------------------------------------
 
 

@@ -24,14 +24,6 @@ def test_members_share_each_batch_and_each_has_a_row(rows, batches, size):
             assert taken == [part[rank::size] for rank in range(size)]
 
 
-def test_batches_that_are_left_are_those_of_the_whole_epoch():
-    order = EpochOrder(90, 3, 1)
-    every = deal(order, range(10), 10, 1, 3)
-    left = deal(order, range(4, 10), 10, 1, 3)
-    assert [rows.tolist() for rows in left] == [rows.tolist() for rows in every[4:]]
-    assert len(deal(order, range(10, 10), 10, 1, 3)) == 0
-
-
 def shares_of(*batches):
     edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
     return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)

@@ -8,7 +8,6 @@ import sys
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import spark_elastic.keras as hvd
 from spark_elastic.errors import UsageError
@@ -140,32 +139,6 @@ def test_overflow_of_one_member_makes_all_members_skip_the_step():
     assert first == second
     assert first[:4] == ("LossScaleOptimizer", True, 3, 4)
     assert first[4] == 2.0**14
-
-
-def own_loops():
-    hvd.init()
-    out = []
-    for compiled in (False, True):
-        model = model_with("sgd")
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
-
-        def step(x, y, model=model, optimizer=optimizer):
-            with tf.GradientTape() as tape:
-                value = tf.reduce_mean(loss()(y, model(x, training=True)))
-            gradients = tape.gradient(value, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        step = tf.function(step) if compiled else step
-        for number in range(3):
-            step(*map(tf.constant, rows(8, seed=10 * number + hvd.rank())))
-        out.append([float(v.numpy().sum()) for v in model.weights])
-    return out
-
-
-def test_custom_loops_reduce_gradients_eagerly_and_in_a_graph():
-    first, second = together(own_loops)
-    assert first == second
-    assert first[0] == pytest.approx(first[1], rel=1e-4)
 
 
 def test_passes_apply_the_gradients_that_any_of_them_has(alone):

@@ -75,18 +75,6 @@ def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
     assert [each["values"] if as_vector else each for each in found] == [[1, 1], [2, 2], [3, 3, 3]]
 
 
-def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones(tmp_path: Any) -> None:
-    log = tmp_path / "log"
-    work = serving(log, key="loaded once")
-    empty = list(work([batch([], [])]))
-    assert (empty[0].num_rows, empty[0].schema.names) == (0, ["a", "v", "sum"])
-    assert list(work([])) == []
-    assert not log.exists()
-    for _ in range(3):
-        list(work([batch([1], [[1, 1]])]))
-    assert log.read_text() == "loaded "
-
-
 def test_an_array_of_another_length_than_in_training_is_an_error_with_both_lengths(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="3 for a shape of"):
         list(serving(tmp_path / "log")([batch([1], [[1, 1, 1]])]))

@@ -76,23 +76,6 @@ def test_gradients_of_every_kind_are_averaged_in_one_reduction(count):
         assert [name for name, right in checks.items() if not right] == []
 
 
-def one_trace():
-    hvd.init()
-    reducer, traces = GradientReducer(), []
-
-    @tf.function
-    def step(x):
-        traces.append(1)
-        return reducer([x * 2.0])[0][0]
-
-    results = [step(tf.fill([4], float(hvd.rank()))).numpy()[0] for _ in range(5)]
-    return len(traces), results[-1]
-
-
-def test_a_graph_is_traced_once():
-    assert together(one_trace) == [(1, 1.0)] * 2
-
-
 def tapes():
     hvd.init()
     r, n = hvd.rank(), hvd.size()

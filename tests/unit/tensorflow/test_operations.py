@@ -176,19 +176,6 @@ def test_gradients_flow_through_collectives():
         assert [name for name, right in checks.items() if not right] == []
 
 
-def test_a_world_of_one_returns_its_input():
-    hvd.init()
-    try:
-        tensor = tf.constant([1.0, 2.0])
-        for call in both_ways(lambda t: hvd.allreduce(t)):
-            assert call(tensor).numpy().tolist() == [1.0, 2.0]
-        assert hvd.allgather(tensor).numpy().tolist() == [1.0, 2.0]
-        assert hvd.alltoall(tensor).numpy().tolist() == [1.0, 2.0]
-        hvd.broadcast_variables([tf.Variable(1.0)], root_rank=0)
-    finally:
-        hvd.shutdown()
-
-
 def test_unsupported_tensors_and_operators_are_refused():
     hvd.init()
     try:

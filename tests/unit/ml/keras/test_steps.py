@@ -10,10 +10,8 @@ import tensorflow as tf
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
-from spark_elastic.ml.keras.steps import StepGraphs
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import (
-    EPOCHS,
     ROWS,
     STEPS,
     alone,
@@ -25,7 +23,7 @@ from tests.unit.ml.keras.trainings import (
     make_net,
     make_training,
 )
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.worlds import together
 
 
 def moving(**options):
@@ -56,16 +54,6 @@ def test_other_errors_of_a_step_are_not_taken_for_a_lost_peer(data, tmp_path):
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         alone(make_training(data, tmp_path, loss=broken))
-
-
-def test_batches_of_all_sizes_and_worlds_are_of_one_trace(data, tmp_path, monkeypatch):
-    made = []
-    plain = StepGraphs.__init__
-    monkeypatch.setattr(StepGraphs, "__init__", lambda self, *a, **k: (made.append(self), plain(self, *a, **k))[1])
-    with in_float64():
-        net = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), dense(3, 1)])
-    alone(make_training(data, tmp_path, model=net, batch_size=20, epochs=2))
-    assert [steps._traced_whole.experimental_get_tracing_count() for steps in made] == [1]
 
 
 def test_dropout_differs_from_step_to_step_and_is_the_same_for_the_same_seed(data, tmp_path):
@@ -105,17 +93,6 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
         loss = net.evaluate(rows["features_0"], rows["label_0"], verbose=0)
     for result in results:
         assert result["history"][-1]["val_loss"] == close(loss)
-
-
-def test_the_batch_follows_the_number_of_workers_and_compression_is_a_little_less_exact(data, tmp_path, undisturbed):
-    with WorldDriver(start_with=2) as driver:
-        changes = {"batch_size": None, "per_worker_batch_size": 16}
-        driver.start(in_worker, data, tmp_path / "each", {}, changes, count=2)
-        assert [result["steps"] for result in driver.results(2)] == [EPOCHS * -(-ROWS // 32)] * 2
-    for result in together(in_worker, data, tmp_path / "bf16", {}, {"compression": "bf16"}):
-        assert result["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]
-    assert trainings.weights(tmp_path / "bf16") != close(undisturbed[1])
-    assert trainings.weights(tmp_path / "bf16") == pytest.approx(undisturbed[1], abs=0.05)
 
 
 def test_a_weight_of_two_is_a_row_that_comes_twice(tmp_path):

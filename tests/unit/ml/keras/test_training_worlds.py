@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import assert_as_undisturbed, close, in_worker, in_worker_variants
 from tests.unit.worlds import WorldDriver
 
 VARIANTS = list(trainings.VARIANTS)
+ALL = [*VARIANTS, *trainings.WORLDLY]
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +18,8 @@ def in_two(data, tmp_path_factory):
     """The outcomes of the variants in a world of two, by name, for each worker."""
     folder, results = tmp_path_factory.mktemp("two"), [{}, {}]
     with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker_variants, data, folder, VARIANTS, count=2)
-        for name in VARIANTS:  # each has the time of a wait
+        driver.start(in_worker_variants, data, folder, ALL, count=2)
+        for name in ALL:  # each has the time of a wait
             driver.wait(lambda name=name: driver.told("trained").count(name) == 2)
         for known, new in zip(results, driver.results(2), strict=True):
             known |= new
@@ -32,6 +34,16 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, da
     for result in results:
         assert_as_undisturbed(result[variant], folder / variant, expected)
     assert (expected[1] == close(undisturbed[1])) == (variant == "a train_step of one's own"), "settings do something"
+
+
+def test_batch_follows_the_number_of_workers_and_compression_is_less_exact(undisturbed, in_two):
+    results, folder = in_two
+    for result in results:
+        assert result["a batch for each worker"]["steps"] == EPOCHS * -(-ROWS // (2 * BATCH))
+        assert result["compressed"]["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]
+    compressed = trainings.weights(folder / "compressed")
+    assert compressed != close(undisturbed[1])
+    assert compressed == pytest.approx(undisturbed[1], abs=0.05)
 
 
 @pytest.mark.parametrize("count", [9, 10], ids=["forward", "backward"])

@@ -304,13 +304,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Settings under which the result must not depend on the world."""
 
+WORLDLY: dict[str, dict[str, Any]] = {
+    "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
+    "compressed": {"compression": "bf16"},
+}
+"""And settings under which it does."""
+
 
 def variant_of(name: str) -> dict[str, Any]:
     """Return the settings of a variant, with new models, optimizers and losses."""
     with in_float64():
         return {
             key: value() if key in (*COMPILED, "model") and isinstance(value, type(make_net)) else value
-            for key, value in VARIANTS[name].items()
+            for key, value in {**VARIANTS, **WORLDLY}[name].items()
         }
 
 

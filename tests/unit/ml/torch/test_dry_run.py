@@ -77,6 +77,10 @@ def plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def stepped(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -131,6 +135,7 @@ def second_output(model: Any, batch: Any) -> Any:
     [
         ({"model": table(max_norm=0.5), **OTHER}, InvalidSettingsError, "1 is an EmbeddingBag with max_norm=0.5"),
         ({"model": table(scale_grad_by_freq=True), **OTHER}, InvalidSettingsError, "with scale_grad_by_freq=True"),
+        ({"model": table(sparse=True), "optimizer": momentum}, InvalidSettingsError, "in the state of SGD is sparse"),
         ({"model": Segments(), **OTHER}, InvalidSettingsError, r"gradient of twice.* 2 times.* use_reentrant=False"),
         ({"loss": None, "train_fn": second_output}, DataError, "in validation .*no second output"),
         ({"model": wrong_net()}, DataError, r"cannot deal with the first 4 rows: .*features_0 float32 \[4, 6\]"),

@@ -138,15 +138,6 @@ def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_p
         estimator(checkpoint_dir=tmp_path / "runs", run_id="a", seed=1).from_dataset_path(dataset)
 
 
-def test_prediction_says_how_it_is_made_and_has_to_fit_the_output(dataset: Dataset) -> None:
-    def rules(**changes: Any) -> list[str]:
-        return [column.rule for column in estimator(**changes).from_dataset_path(dataset)._added()]
-
-    assert rules(prediction="argmax", epochs=1) == ["", "argmax"]
-    with pytest.raises(InvalidSettingsError, match=r"prediction='value' does not go with .* shape \[3\]"):
-        rules(prediction="value", epochs=1)
-
-
 class FullDriver:
     """A SparkContext whose JVM has no memory left."""
 
@@ -160,22 +151,3 @@ def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: 
     model = estimator().from_dataset_path(dataset)
     with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
         model._shipped(FullDriver())
-
-
-class Table(torch.nn.Module):
-    """A model whose gradients are sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(2, 3, sparse=True)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.table((features[:, 0] > 0).long())
-
-
-def test_optimizer_with_a_sparse_state_is_refused_before_workers_start(dataset: Dataset) -> None:
-    def momentum(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-    with pytest.raises(InvalidSettingsError, match=r"momentum_buffer in the state of SGD is sparse.*SparseAdam"):
-        estimator(model=Table(), optimizer=momentum).from_dataset_path(dataset)

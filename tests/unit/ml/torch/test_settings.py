@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from spark_elastic.data.dataset import pack
-from spark_elastic.data.files import LocalSource
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
@@ -35,34 +34,6 @@ def one_batch(rows=5):
 
 def maker(data, tmp_path, **changes):
     return BatchMaker(make_training(data, tmp_path, **changes), CPU)
-
-
-def test_inputs_and_labels_are_found_by_name_and_other_columns_are_kept(data, tmp_path):
-    (batch,) = maker(data, tmp_path).parts(one_batch())
-    assert [tuple(one.shape) for one in batch.inputs] == [(5, 4), (5, 1)]
-    assert [one.tolist() for one in batch.labels] == [[0, 1, 2, 3, 4]]
-    assert batch["text"] == ["x"] * 5
-    assert batch.weights is None
-
-
-def test_tensors_are_those_of_the_reader_without_a_copy(data, tmp_path):
-    batch = one_batch()
-    (made,) = maker(data, tmp_path).parts(batch)
-    batch.tensors["features_0"][0, 0] = 77
-    assert made.inputs[0][0, 0] == 77
-
-
-def test_shapes_of_one_row_can_be_set(data, tmp_path):
-    (batch,) = maker(data, tmp_path, input_shapes=[(1, 2, 2), None], label_shapes=[(1,)]).parts(one_batch())
-    assert [tuple(one.shape) for one in batch.inputs] == [(5, 1, 2, 2), (5, 1)]
-    assert tuple(batch.labels[0].shape) == (5, 1)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(5, [1, 2, 2]), (2, [1, 1]), (6, [2, 2, 2]), (0, [])])
-def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, data, tmp_path):
-    made = maker(data, tmp_path, accumulation=3).parts(one_batch(rows))
-    assert [len(part.labels[0]) for part in made] == [part.rows for part in made] == parts
-    assert [row for part in made for row in part.labels[0].tolist()] == list(range(rows))
 
 
 @pytest.mark.parametrize(
@@ -157,20 +128,6 @@ def test_kept_error_of_a_step_does_not_keep_the_reader_alive(split, data, tmp_pa
         alone(make_training(data, tmp_path, **event))
     assert kept.tb is not None
     assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
-
-
-def test_rows_are_loaded_before_the_worker_joins_the_world(data, tmp_path, monkeypatch):
-    order = []
-    monkeypatch.setattr(LocalSource, "preload", lambda self, *stopping: order.append("rows"))
-    monkeypatch.setattr(trainers.Trainer, "run_in_world", lambda self: order.append("joined"))
-    alone(make_training(data, tmp_path))
-    assert order == ["rows", "joined"]
-
-
-def test_a_scheduler_may_be_a_class(data, tmp_path):
-    scheduler = torch.optim.lr_scheduler.ConstantLR
-    result = alone(make_training(data, tmp_path, lr_scheduler=scheduler))
-    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1 / 3] * 3)
 
 
 def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):

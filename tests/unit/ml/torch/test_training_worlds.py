@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS, STEPS_AN_EPOCH, close
 from tests.unit.ml.torch import trainings
@@ -13,12 +12,13 @@ from tests.unit.ml.torch.trainings import assert_as_undisturbed, in_worker
 from tests.unit.worlds import WorldDriver, together
 
 VARIANTS = [name for name in trainings.VARIANTS if name != "plain"]
+ALL = [*VARIANTS, *trainings.WORLDLY]
 
 
 @pytest.fixture(scope="module")
 def sets(data, weighted_data):
     """The dataset of each variant."""
-    return {name: weighted_data if "weighted" in trainings.VARIANTS[name] else data for name in VARIANTS}
+    return {name: weighted_data if name == "sample weights" else data for name in ALL}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def in_three(sets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_variants, sets, folder, count=3)
-        for name in VARIANTS:  # each has the time of a wait
+        for name in ALL:  # each has the time of a wait
             driver.wait(lambda name=name: driver.told("trained").count(name) == 3)
         return driver.results(3), folder
 
@@ -43,11 +43,17 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, se
     assert (expected[1] == close(undisturbed[1])) == (variant in changes_nothing)
 
 
-def test_statistics_of_parts_are_taken_by_all_workers_together(data, tmp_path):
-    """Shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others."""
-    one, *others = together(in_worker, data, tmp_path, {}, "batch normalisation of parts", count=3)
-    assert one["steps"] == EPOCHS * 51
-    assert all(other["history"] == one["history"] for other in others)
+def test_settings_by_worker_follow_the_number_of_workers_and_compression_is_less_exact(undisturbed, in_three):
+    results, folder = in_three
+    for result in results:
+        assert result["a batch for each worker"]["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
+        # shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others
+        parts = "batch normalisation of parts"
+        assert result[parts]["steps"] == EPOCHS * 51
+        assert result[parts]["history"] == results[0][parts]["history"]
+    compressed = trainings.weights(folder / "compressed")
+    assert compressed != close(undisturbed[1])
+    assert compressed == pytest.approx(undisturbed[1], abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +102,6 @@ def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(
         assert result["history"][0]["outputs_count"] == ROWS
 
 
-def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
-    for result in together(in_worker, data, tmp_path, {}, "a batch for each worker", count=3):
-        assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
-
-
-def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_path, undisturbed):
-    together(in_worker, data, tmp_path, {}, "compressed")
-    assert trainings.weights(tmp_path) != close(undisturbed[1])
-    assert trainings.weights(tmp_path) == pytest.approx(undisturbed[1], abs=0.05)
-
-
 def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
     results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
@@ -116,13 +111,6 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
     loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(rows["label_0"])).item()
     for result in results:
         assert result["history"][-1]["val_loss"] == close(loss)
-
-
-def test_clipping_does_not_look_at_parameters_that_the_optimizer_does_not_have(data, tmp_path):
-    expected = trainings.in_worker_with_a_head(data, tmp_path / "alone")
-    hvd.shutdown()
-    for result in together(trainings.in_worker_with_a_head, data, tmp_path / "two"):
-        assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
 
 
 def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):

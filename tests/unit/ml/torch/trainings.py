@@ -220,6 +220,10 @@ def adam(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
+def of_last_layer(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params[2:], lr=0.1)
+
+
 def only_negative(param: Any) -> None:
     param.grad.clamp_(max=0.0)
 
@@ -272,6 +276,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "metrics with states": {"metrics": {"by_class": SumMetric(), "outputs": ListMetric()}},
     "sample weights": {"weighted": True},
     "no prefetch": {"prefetch": 0},
+    "clipped, for the last layer alone": {"optimizer": of_last_layer, "clip_norm": 0.05},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
     "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
@@ -368,13 +373,6 @@ def in_worker_with_norm(data: Path, folder: Path) -> Any:
     net = make_net(norm=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return outcome(make_training(data, folder, model=net, optimizer=optimizer, sync_batch_norm=False))
-
-
-def in_worker_with_a_head(data: Path, folder: Path) -> Any:
-    """Train the last layer only, with a clipped gradient."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    return outcome(make_training(data, folder, model=net, optimizer=optimizer, clip_norm=0.05))
 
 
 def in_worker_that_stops(data: Path, folder: Path) -> Any:
