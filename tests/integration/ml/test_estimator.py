@@ -20,7 +20,6 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.catalog import delete_temporary
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -164,23 +163,6 @@ def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: An
         assert weights != plain
         if changes.get("validation") == "half":
             assert made.training.dataset.rows("validation") == df.where("half").count()
-
-
-def test_rows_outlive_their_fit_with_dataset_id_or_keep_dataset_only(digits: Any, tmp_path: Path) -> None:
-    df = digits[0].withColumn("label", F.substring("digit", 7, 1).cast("double"))
-
-    def written(**changes: Any) -> Any:
-        made = HereEstimator(**digit_settings(feature_cols=PIXELS, epochs=1, store=str(tmp_path), **changes))
-        made.fit(df)
-        return made.training.dataset.store
-
-    first, named, kept = written(), written(dataset_id="digits"), written(keep_dataset=True)
-    assert named.url.endswith("digits")
-    manifest = named.read_bytes("manifest.json")
-    assert written(dataset_id="digits").url == named.url
-    assert named.read_bytes("manifest.json") == manifest
-    delete_temporary()  # what happens when the process ends
-    assert [store.exists("manifest.json") for store in (first, named, kept)] == [False, True, True]
 
 
 def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:

@@ -1,10 +1,9 @@
-"""LightningModules in workers: a kill, beside one process; transform; save and load."""
+"""LightningModules in workers: a kill, beside one process; transform."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.errors import CheckpointError
+from spark_elastic import ElasticTorchEstimator
 from spark_elastic.ml.callbacks import Callback
 from tests.unit.ml.torch.estimators import weights_of
 
@@ -101,22 +99,3 @@ def test_transform_gives_what_predict_step_gives(fitted: Any, table: Any, number
         wanted = fitted.module(numbers[0][:10]).softmax(1)
     assert np.allclose([row.output for row in found], wanted, atol=1e-6)
     assert [row.prediction for row in found] == wanted.argmax(1).tolist()
-
-
-def test_a_saved_model_has_its_hyperparameters_and_needs_lightning(
-    fitted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Own(Predicting):
-        """A class that is saved by value, as that of a notebook."""
-
-    fitted.module.__class__ = Own
-    path = str(tmp_path / "model")
-    fitted.save(path)
-    loaded = ElasticTorchModel.load(path, trusted=True)
-    assert dict(loaded.module.hparams) == {"lr": 0.1, "width": 8}
-    assert weights_of(loaded) == weights_of(fitted)
-    assert loaded.history == fitted.history
-    monkeypatch.setitem(sys.modules, "tests.unit.ml.torch.lightning_modules", None)
-    monkeypatch.setitem(sys.modules, "tests.integration.ml.test_lightning", None)
-    with pytest.raises(CheckpointError, match="needs the package tests, which cannot be imported here"):
-        ElasticTorchModel.load(path, trusted=True)

@@ -387,12 +387,8 @@ def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any,
         ElasticTorchModel.load(str(tmp_path / "other"))
     plain().save(str(tmp_path / "model"))
     weights = tmp_path / "model" / "data" / "weights.pt"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
+    weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"data/weights.pt cannot be read: .*[Cc]hecksum"):
-        ElasticTorchModel.load(str(tmp_path / "model"))
-    (weights.parent / ".weights.pt.crc").unlink()
-    with pytest.raises(CheckpointError):
         ElasticTorchModel.load(str(tmp_path / "model"))
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"is incomplete: data/weights.pt is missing"):

@@ -10,9 +10,9 @@ import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.keras.test_keras_state import CLASSES, Plain
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.keras.test_keras_state import CLASSES
+from tests.unit.world_link import die, link
+from tests.unit.worlds import together
 
 ROWS, BATCH, FEATURES = 90, 9, 5
 EPOCHS = 2
@@ -208,41 +208,6 @@ def test_rank_0_may_die_and_another_after_it():
     check([result], 1)
 
 
-def grow(want, model_kind):
-    hvd.init()
-    first = hvd.size()
-    if model_kind == "unbuilt":
-        model = compiled(Plain(), hvd.DistributedOptimizer("adam"))
-    else:
-        model = compiled(build(batch_norm=True), hvd.DistributedOptimizer("adam"))
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    seen = []
-
-    class Epochs(keras.callbacks.Callback):
-        left = 2
-
-        def on_epoch_begin(self, epoch, logs=None):
-            seen.append((epoch, state.epoch, state.batch))
-
-        def on_train_batch_end(self, batch, logs=None):
-            tell("step", (state.epoch, hvd.size()))
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.left -= hvd.size() == want
-            self.model.stop_training = not self.left
-
-    @hvd.elastic.run
-    def loop(state):
-        model.fit(dataset, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=[Epochs(), callback])
-
-    callback = ElasticCallback(state)
-    loop(state)
-    owners = (model, model.optimizer)
-    numbers = [keras.ops.convert_to_numpy(v).astype("float64").sum() for o in owners for v in o.variables]
-    return {"numbers": numbers, "seen": seen, "progress": state.progress, "epoch": state.epoch, "first": first}
-
-
 def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values_before_it_joins(alone):
     model = build(seed=1)
     state = KerasState(model, batch=0, epoch=0)
@@ -289,25 +254,6 @@ def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, 
     loop(state)
     assert len(traced) == at_once
     assert int(model.optimizer.iterations) == ROWS // BATCH
-
-
-@pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
-def test_a_newcomer_joins_during_an_epoch_and_sees_its_number(model_kind):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(grow, 3, model_kind, count=2)
-        driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
-        driver.start(grow, 3, model_kind)
-        results = driver.results(3)
-        assert len(driver.worlds) == 2
-    for result in results:
-        assert result["progress"] == results[0]["progress"]
-        assert result["epoch"] == results[0]["epoch"]
-        if model_kind == "unbuilt":
-            assert result["numbers"] == results[0]["numbers"]
-    newcomer = results[2]["seen"]
-    assert newcomer[0][0] >= 2
-    assert all(epoch == known for epoch, known, _ in newcomer)
-    assert [entry[0] for entry in results[0]["seen"]][-len(newcomer) :] == [entry[0] for entry in newcomer]
 
 
 def test_callbacks_see_each_batch_end_once_and_the_epochs_metrics_are_those_of_all_its_rows(alone):

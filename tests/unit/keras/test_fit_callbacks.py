@@ -13,6 +13,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
+from tests.unit.keras.test_keras_state import numbers
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver, together
 
@@ -26,9 +27,9 @@ def small():
     return compiled(keras.Sequential(layers), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 
 
-def ready():
+def ready(model=None):
     """Return a model, its state, and a dataset of that."""
-    model = small()
+    model = model or small()
     state = KerasState(model, batch=0, epoch=0)
     return model, state, ElasticDataset(*data(), state=state, batch_size=BATCH)
 
@@ -128,10 +129,9 @@ def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, wh
     assert list(dict.fromkeys(row[0] for row in written)) == ["epoch", *map(str, range(PATIENCE + 1))]
 
 
-def grow(folder):
+def grow(unbuilt):
     hvd.init()
-    newcomer = hvd.size() == 1
-    model, state, dataset = ready()
+    model, state, dataset = ready(compiled(Plain(), hvd.DistributedOptimizer("adam")) if unbuilt else small())
     stopping = keras.callbacks.EarlyStopping("loss", patience=12, min_delta=1e-6, restore_best_weights=True)
     first = {}
 
@@ -140,6 +140,7 @@ def grow(folder):
             tell("step", (state.epoch, hvd.size()))
 
         def on_epoch_begin(self, epoch, logs=None):
+            assert state.epoch == epoch
             first.setdefault("wait", stopping.wait)
             first.setdefault("epoch", epoch)
             while epoch == 5 and hvd.size() == 2 and not link().updates_seen():
@@ -152,7 +153,8 @@ def grow(folder):
 
     history = loop(state)
     return {
-        "newcomer": newcomer,
+        "numbers": numbers(model, model.optimizer),
+        "progress": state.progress,
         "first": first,
         "stopped": stopping.stopped_epoch,
         "wait": stopping.wait,
@@ -161,11 +163,13 @@ def grow(folder):
     }
 
 
-def test_a_newcomers_callbacks_get_the_memory_of_the_others(tmp_path):
+@pytest.mark.parametrize("unbuilt", [False, True])
+def test_a_newcomer_that_joins_during_an_epoch_gets_all_of_the_others(unbuilt):
+    """The epoch's number, weights, an optimizer that it has not built, and the memory of callbacks."""
     with WorldDriver(start_with=2) as driver:
-        driver.start(grow, str(tmp_path), count=2)
+        driver.start(grow, unbuilt, count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
-        driver.start(grow, str(tmp_path))
+        driver.start(grow, unbuilt)
         results = driver.results(3)
         assert len(driver.worlds) == 2
     joined = results[2]["first"]
@@ -174,7 +178,8 @@ def test_a_newcomers_callbacks_get_the_memory_of_the_others(tmp_path):
     for result in results:
         assert result["stopped"] == result["wait"] == 12
         assert result["history"] == list(range(13))
-        assert result["best"] == results[0]["best"]
+        for name in ("best", "numbers", "progress"):
+            assert result[name] == results[0][name]
 
 
 def leaves(state):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -108,38 +105,6 @@ def test_distributed_tape_returns_averaged_gradients():
 
 
 # --- a lost peer ----------------------------------------------------------------------------------
-
-
-def lose_a_peer(report):
-    hvd.init()
-    reducer = GradientReducer()
-    variable, counter = tf.Variable([1.0]), tf.Variable(0)
-
-    @tf.function
-    def step():
-        (grad,), _ = reducer([variable * 2.0])
-        with tf.control_dependencies([grad]):
-            variable.assign_sub(grad)
-            counter.assign_add(1)
-
-    step()
-    before = variable.numpy().tolist()
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        with lost_peers_translated():
-            step()
-    except HorovodInternalError as error:
-        return {
-            "the cause is TensorFlow's": isinstance(error.__cause__, tf.errors.OpError),
-            "nothing changed": variable.numpy().tolist() == before and int(counter) == 1,
-        }
-    return {"no error": False}
-
-
-def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_variable():
-    (checks,) = together(lose_a_peer, None, left=1)
-    assert [name for name, right in checks.items() if not right] == []
 
 
 def test_errors_with_other_causes_are_not_translated():

@@ -16,10 +16,7 @@ from spark_elastic.ml.keras.compiling import (  # noqa: E402
     check_losses,
     check_named,
     compile_arguments,
-    input_names,
-    inputs_of,
     order_by_name,
-    output_names,
 )
 
 
@@ -106,16 +103,6 @@ def test_losses_belong_to_outputs_in_their_order(as_dict: bool) -> None:
     assert check_losses(model, {"size": "mae", "kind": "mse"}, ["x", "y"]) == [("kind", "mse"), ("size", "mae")]
     assert check_losses(model, "mse", ["x", "y"]) == [("kind", "mse"), ("size", "mse")]
     assert check_losses(model, ["mse", None], ["x"]) == [("kind", "mse")]
-
-
-def test_inputs_are_what_the_model_was_made_with() -> None:
-    assert inputs_of(two(), [1, 2]) == [1, 2]
-    assert inputs_of(two(as_dict=True), [1, 2]) == {"a": 1, "b": 2}
-    assert inputs_of(keras.Sequential([keras.layers.Dense(1)]), [1]) == 1
-    assert (input_names(two()), output_names(two())) == (["a", "b"], ["kind", "size"])
-    assert (input_names(two(True)), output_names(two(True))) == (["a", "b"], ["kind", "size"])
-    assert output_names(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])) == ["last"]
-    assert output_names(keras.Sequential([keras.layers.Dense(1)])) is None
 
 
 def of_dict(*names: str, width: int = 2) -> Any:

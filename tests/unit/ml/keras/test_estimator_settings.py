@@ -16,10 +16,10 @@ pytest.importorskip("tensorflow")
 from spark_elastic import ElasticKerasEstimator  # noqa: E402
 from spark_elastic.data.dataset import pack  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
-from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
+from spark_elastic.errors import DataError, InvalidSettingsError  # noqa: E402
 from tests.unit.ml.keras.estimators import estimator, make_net, settings  # noqa: E402
 from tests.unit.ml.keras.test_compiling import two  # noqa: E402
-from tests.unit.ml.keras.test_pickling import Own, OwnModel, Told  # noqa: E402
+from tests.unit.ml.keras.test_pickling import Own, Told  # noqa: E402
 
 
 @pytest.fixture
@@ -176,24 +176,6 @@ def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
         training(dataset, tmp_path, model=wrong)
     with pytest.raises(InvalidSettingsError, match="its inputs are not known because transformation_fn makes them"):
         training(dataset, tmp_path, model=keras.Sequential([keras.layers.Dense(3)]), transformation_fn=dict)
-
-
-class Forgetful(keras.layers.Layer):
-    def __init__(self, table: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.table = table
-
-    def call(self, x: Any) -> Any:
-        return x
-
-
-def test_setting_that_cannot_be_pickled_is_named_with_a_remedy(dataset: Any, tmp_path: Path) -> None:
-    forgetful = OwnModel(3)
-    forgetful(np.zeros((1, 6)))
-    no_config = keras.Sequential([keras.Input((6,)), Forgetful(object())])
-    for model in (forgetful, no_config):
-        with pytest.raises(NotPicklableError, match=r"(?s)model cannot be sent .*get_config.*register_keras_serial"):
-            training(dataset, tmp_path, model=model)
 
 
 def test_the_same_model_is_described_in_the_same_words_whatever_keras_calls_it() -> None:

@@ -34,16 +34,6 @@ def numbers(*shape, dtype=np.float32):
     return np.arange(np.prod((ROWS, *shape))).reshape(ROWS, *shape).astype(dtype)
 
 
-def test_a_share_is_cut_into_parts_and_a_worker_without_rows_has_none(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, training = feeding(tmp_path, columns, accumulation=3)
-    batches = list(fed(feed, training, batch_size=5, rank=1, size=2))
-    assert [[part.rows for part in one.parts] for one in batches] == [[1, 1, 1], [1]]
-    batches = list(fed(feed, training, batch_size=2, rank=0, size=3))
-    assert [one.rows for one in batches] == [len(one.parts) for one in batches]
-    assert 0 in [one.rows for one in batches]
-
-
 def test_float64_columns_take_the_type_of_the_model(tmp_path):
     columns = {"features_0": numbers(6, dtype=np.float64), "label_0": numbers(dtype=np.float64)}
     feed, training = feeding(tmp_path, columns)

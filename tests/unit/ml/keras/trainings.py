@@ -256,10 +256,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, global_clipnorm=0.05)
     },
     "a schedule and regularisation": {"optimizer": less_every_step, "model": regularised},
-    "a loss that is a sum": {
-        "loss": lambda: cross_entropy(reduction="sum"),
-        "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-    },
     "a loss and metrics of another kind": {
         "loss": lambda: own_mean,
         "metrics": lambda: [
@@ -273,7 +269,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "weighted_metrics": ["accuracy"],
         "loss": lambda: cross_entropy(reduction="mean_with_sample_weight"),
     },
-    "an ignored class, in parts": {"loss": lambda: cross_entropy(ignore_class=1), "accumulation": 2},
     "sparse gradients in parts": {
         "model": embedded,
         "rows": "two inputs",
@@ -288,7 +283,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss_weights": {"kind": 1.0, "size": 0.3},
         "metrics": {"kind": ["accuracy"], "size": ["mae"]},
     },
-    "a batch larger than the set": {"batch_size": 1000},
     "batch normalisation, fewer rows than workers": {
         "model": lambda: make_net(norm=True),
         "batch_size": (ROWS - 2) // 3,

@@ -123,17 +123,3 @@ def test_workers_train_layers_that_few_rows_use_as_plain_torch(count, tmp_path):
     rows = write_set(tmp_path / "set")
     together(train_all, tmp_path / "set", tmp_path / "store", count=count)
     assert differences(rows, tmp_path / "store") == []
-
-
-def test_clipping_of_sparse_gradients_equals_that_of_dense_ones():
-    found = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        table, unused = torch.nn.Embedding(5, 3, sparse=sparse), torch.nn.Embedding(5, 3, sparse=sparse)
-        layer = torch.nn.Linear(3, 2)
-        layer(table(torch.tensor([1, 1, 3]))).square().sum().backward()  # row 1 has two entries
-        params = [*table.parameters(), *layer.parameters(), *unused.parameters()]
-        clip_gradients(params, 0.5, 0.1)
-        found.append([param.grad.to_dense() for param in params if param.grad is not None])
-    for dense, sparse in zip(*found, strict=True):
-        assert torch.allclose(dense, sparse)

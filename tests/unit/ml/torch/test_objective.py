@@ -63,16 +63,6 @@ def test_label_beyond_the_classes_is_reported_with_its_column():
         Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).forward(Fixed(), wrong)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy], ids=["module", "function"])
-def test_sample_weights_multiply_the_rows_and_the_sum_is_divided_by_their_number(loss):
-    weights = torch.linspace(0, 2, ROWS, dtype=torch.float64)
-    whole = batch(scores(), labels=(classes(),), weights=weights)
-    objective = Objective(loss, None, labels=1, weighted=True)
-    by_row = nn.functional.cross_entropy(scores(), classes(), reduction="none")
-    parts = [objective.share(objective.forward(Fixed(), part), ROWS, ()) for part in cut(whole, [5, 6])]
-    assert sum(parts).item() == pytest.approx((by_row * weights).sum().item() / ROWS)
-
-
 def test_sample_weights_need_a_loss_with_a_value_for_each_row():
     whole = batch(scores(), labels=(classes(),), weights=torch.ones(ROWS, dtype=torch.float64))
     objective = Objective(own_mean, None, labels=1, weighted=True)

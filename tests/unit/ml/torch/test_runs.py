@@ -8,12 +8,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
 from spark_elastic.ml.run_folder import collect_runs, transient_run
 from tests.unit.ml.torch.estimators import estimator, make_set, weights_of
 
@@ -63,39 +61,3 @@ def test_existing_dataset_is_leased_during_a_fit(tmp_path: Path) -> None:
     (tmp_path / "leases").rmdir()
     (tmp_path / "leases").write_text("a file where the folder of the leases would be")  # as on read-only storage
     assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1
-
-
-class Elsewhere:
-    """A SparkContext whose executors are on machines that do not see the driver's files."""
-
-    applicationId = "elsewhere"
-    master = "spark://there"
-    defaultParallelism = 1
-
-    def getLocalProperty(self, _: str) -> None:
-        return None
-
-    def setLocalProperty(self, *_: Any) -> None:
-        return None
-
-    def parallelize(self, *_: Any) -> Any:
-        return self
-
-    def mapPartitionsWithIndex(self, _: Any) -> Any:
-        return self
-
-    def runJob(self, *_: Any) -> Any:
-        return [("there", "executor-0", "does not see the driver's file")]
-
-
-@pytest.mark.parametrize("setting", ["store", "checkpoint_dir"])
-def test_unshared_storage_is_refused_before_the_training(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: Elsewhere())
-    monkeypatch.setattr("spark_elastic.data.spark_python.check_executors", lambda context: None)
-    made = estimator(run_options={}, **{setting: str(tmp_path / "place")})
-    with pytest.raises(StoreError, match=f"do not share {tmp_path}/place.*: there does not see"):
-        made.from_dataset_path(make_set(tmp_path / "set"))
-    assert not hasattr(made, "training")
-    assert not [path for path in (tmp_path / "place").rglob("*") if path.name != "runs"], "nothing is left of the probe"
