@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
+from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -321,3 +323,37 @@ def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
     (survivor,) = together(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3, left=1)
     assert survivor[2] == quiet[0][2] == 2 * (FEW + MANY) // 4
     np.testing.assert_allclose(survivor[1][0], quiet[0][1][0], rtol=1e-4)
+
+
+# --- which rows a member takes, and their tensors -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "batches", "size"), [(90, 10, 3), (7, 7, 3), (11, 3, 5), (64, 1, 1), (5, 2, 4)])
+def test_members_share_each_batch_and_each_has_a_row(rows, batches, size):
+    order = EpochOrder(rows, 3, 1)
+    whole = order[np.arange(rows)]
+    members = [deal(order, range(batches), batches, rank, size) for rank in range(size)]
+    for number in range(batches):
+        part = whole[number * rows // batches : (number + 1) * rows // batches].tolist()
+        taken = [shares[number].tolist() for shares in members]
+        assert all(taken)
+        assert {row for each in taken for row in each} == set(part)
+        if len(part) >= size:
+            assert sorted(row for each in taken for row in each) == sorted(part)
+            assert taken == [part[rank::size] for rank in range(size)]
+
+
+def shares_of(*batches):
+    edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
+    return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)
+
+
+def test_each_iterator_has_the_rows_that_were_set_last_and_ends():
+    batches = TensorFlowBatches((np.arange(10), np.arange(10) * 2))
+    batches.set_rows(shares_of([1, 2], [7]))
+    assert [x.numpy().tolist() for x, _ in batches] == [[1, 2], [7]]
+    next(iter(batches))  # left before its end
+    batches.set_rows(shares_of([5]))
+    assert [(x.numpy().tolist(), y.numpy().tolist()) for x, y in batches] == [([5], [10])]
+    batches.set_rows(shares_of())
+    assert list(batches) == []

@@ -13,7 +13,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
-from tests.unit.keras.test_keras_state import numbers
+from tests.unit.keras.test_keras_state import Plain, numbers
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver, together
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
-
-from spark_elastic.data.dataset import Dataset  # noqa: E402
-from spark_elastic.errors import CheckpointError  # noqa: E402
-from tests.unit.ml.keras.estimators import estimator, make_net, settings, weights_of  # noqa: E402
-from tests.unit.ml.keras.test_pickling import Own  # noqa: E402
-from tests.unit.ml.torch.estimators import make_set  # noqa: E402
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.errors import CheckpointError
+from tests.unit.ml.keras.estimators import estimator, make_net, settings, weights_of
+from tests.unit.ml.keras.test_pickling import Own
+from tests.unit.ml.torch.estimators import make_set
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,6 @@ from spark_elastic.ml.serving import Serving
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
-
-
 def wrong_net() -> nn.Module:
     return nn.Linear(5, 3)
 

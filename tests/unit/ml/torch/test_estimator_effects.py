@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, DatasetError, InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
-from tests.unit.ml.torch.estimators import estimator, make_net, make_set, weights_of
+from spark_elastic.ml.persistence import plain_and_objects
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
 def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -30,11 +35,6 @@ CHANGES_THE_WEIGHTS: dict[str, dict[str, Any]] = {
     "scheduler_interval": {"lr_scheduler": slower, "scheduler_interval": "step"},
     "train_fn": {"loss": None, "train_fn": doubled},
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +151,107 @@ def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: 
     model = estimator().from_dataset_path(dataset)
     with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
         model._shipped(FullDriver())
+
+
+# --- inputs: ordered by number, in one shape ----------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Inputs [n, 6] and [n, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 3), nn.Linear(2, 3)
+
+    def forward(self, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        # `view` across rows, as in models that were written for the tensors of a DataLoader: they are contiguous
+        return self.wide(wide.view(-1).view(-1, 6)) - self.narrow(narrow.view(-1).view(-1, 2))
+
+
+class Image(nn.Module):
+    """Input [n, 1, height, 3]."""
+
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, (height, 3))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.conv(image).flatten(1)
+
+
+def rows(**more: Any) -> dict[str, Any]:
+    """Columns by names in another order than their numbers."""
+    generator = np.random.default_rng(1)
+    features = {"features_1": (24, 2), "features_x": (24, 1), "features_0": (24, 6)}
+    made = {name: generator.normal(size=shape).astype(np.float32) for name, shape in features.items()}
+    return {**{name: value for name, value in made.items() if name in more.get("only", made)}, "label_0": [0, 1, 2] * 8}
+
+
+def fitted(dataset: Dataset, model: nn.Module, **changes: Any) -> Any:
+    chosen = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 1, **changes}
+    return HereEstimator(**settings(**chosen)).from_dataset_path(dataset)
+
+
+def test_inputs_are_ordered_by_number_not_by_their_order_in_the_dataset(tmp_path: Path) -> None:
+    model = fitted(pack(rows(), tmp_path), Two())
+    inputs = model._facts_of_fit().inputs
+    assert [field.name for field in inputs] == ["features_0", "features_1"]
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def test_input_shapes_are_those_of_transform_too(tmp_path: Path) -> None:
+    dataset = pack(rows(only=["features_0"]), tmp_path)
+    changes = {"transformation_fn": cropped, "inference_fn": cropped}
+    assert len(fitted(dataset, Image(1), input_shapes=[(1, 2, 3)], **changes)._added()) == 2
+    model = fitted(dataset, Image(2), input_shapes=[(1, 2, 3)])
+    assert model._facts_of_fit().inputs[0].shape == (1, 2, 3)
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def cropped(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "features_0": columns["features_0"][:, :, :1]}
+
+
+# --- settings without an effect, credentials ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"dataset_id": "x"}, InvalidSettingsError, "dataset_id: from_dataset_path writes no rows"),
+        ({"keep_dataset": True}, InvalidSettingsError, "keep_dataset: from_dataset_path"),
+        ({"data_options": {"allow_nan": True}}, InvalidSettingsError, "'allow_nan'"),
+        (
+            {"feature_cols": ["a", "b"]},
+            DatasetError,
+            r"feature_cols=\['a', 'b'\], but the dataset .* of \['features_0'\]",
+        ),
+        ({"label_cols": ["y", "z"]}, DatasetError, r"label_cols=\['y', 'z'\], but"),
+        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the dataset .* was made of \[\]"),
+    ],
+)
+def test_settings_that_contradict_an_existing_dataset_are_refused(
+    settings: dict[str, Any], error: type[Exception], said: str, dataset: Dataset
+) -> None:
+    with pytest.raises(error, match=said):
+        estimator(**settings).from_dataset_path(dataset)
+
+
+def test_dataset_without_validation_rows_is_refused_if_validation_is_set(tmp_path: Path) -> None:
+    from spark_elastic.data.dataset import pack
+
+    rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
+    with pytest.raises(DatasetError, match=r"validation=0\.1, but the dataset in .* was written without validation="):
+        estimator(validation=0.1).from_dataset_path(pack(rows, tmp_path))
+
+
+def test_credentials_are_not_written_with_an_estimator() -> None:
+    made = ElasticTorchEstimator(storage_options={"key": os.urandom(4).hex()}, epochs=3)
+    plain, objects, _ = plain_and_objects(made)
+    assert (plain, objects) == ({"epochs": 3}, {})
+
+
+def test_a_store_is_written_with_an_estimator_by_its_name_and_needs_no_trust(tmp_path: Path) -> None:
+    for store in (str(tmp_path), tmp_path, Store.create(tmp_path)):
+        plain, objects, _ = plain_and_objects(ElasticTorchEstimator(store=store))
+        assert (plain, objects) == ({"store": str(tmp_path)}, {})

@@ -19,12 +19,7 @@ from spark_elastic.ml.callbacks import BestCheckpoint
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.wire.pickling import dumps
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:

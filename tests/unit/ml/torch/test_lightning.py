@@ -20,17 +20,12 @@ from spark_elastic.ml.callbacks import EarlyStopping
 from spark_elastic.ml.torch.lightning import LightningStep
 from spark_elastic.ml.torch.lightning_optimizers import settings_of
 from spark_elastic.ml.torch.model_step import StepPlace
-from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
+from tests.unit.ml.torch.estimators import HereEstimator, weights_of
 
 pl = pytest.importorskip("lightning.pytorch")
 from tests.unit.ml.torch.lightning_modules import Classifier, Measured, trained_by_lightning  # noqa: E402
 
 HERE: dict[str, Any] = {"num_proc": 1, "run_options": {"launcher": LocalLauncher()}, "verbose": 0, "batch_size": 20}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture

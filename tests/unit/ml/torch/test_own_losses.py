@@ -11,12 +11,7 @@ from torch import nn
 
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, InvalidSettingsError
-from tests.unit.ml.torch.estimators import estimator, make_set, weights_of
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
+from tests.unit.ml.torch.estimators import estimator, weights_of
 
 
 def all_pairs(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
