@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.errors import AnalysisException, PythonException
+from pyspark.errors import PythonException
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
@@ -100,20 +100,6 @@ class Weighted(nn.Module):
         return 2 * x + y
 
 
-def numbers(spark: Any, count: int) -> Any:
-    """Return a DataFrame with features of two types, enough of each to travel together, and a column of intervals."""
-    floats = [(F.col("id") / 7 + index).cast("float").alias(f"f{index}") for index in range(5)]
-    longs = [(F.col("id") * index).alias(f"n{index}") for index in range(4)]
-    months = F.make_ym_interval(F.lit(1), F.col("id").cast("int")).alias("months")
-    return spark.range(count, numPartitions=2).select("id", *floats, months, *longs)
-
-
-def calls_in(df: Any) -> int:
-    """Return how often Spark would call Python functions on the way to these rows."""
-    plan = df._jdf.queryExecution().executedPlan().toString()
-    return plan.count("ArrowEvalPython") + plan.count("MapInArrow")
-
-
 KINDS = {
     "byte": "cast(id as byte)",
     "short": "cast(id as short)",
@@ -165,24 +151,6 @@ def test_features_of_all_types_come_as_they_are_wherever_the_rows_are_from(
             output = row.output.toArray() if vectors else row.output
             assert list(output) == np.concatenate(values).tolist()
     df.unpersist()
-
-
-def test_columns_that_the_model_does_not_read_stay_in_spark(spark: Any) -> None:
-    df = numbers(spark, 100)
-    if not has_arrow_udfs(df):
-        pytest.skip("this version of Spark has no Arrow UDFs")
-    inputs = TensorField("features_0", ("n3", "f4", "n0", "f1", "n1", "f0", "n2", "f2", "f3"), "<f4", (9,))
-    model = model_of(nn.Identity(), [inputs], OutputShape("<f4", (9,)), rule="argmax")
-    made = model.transform(df)
-    for row in made.select("*", F.col("months").cast("string").alias("text")).drop("months").collect():
-        assert row.output == pytest.approx([row[name] for name in inputs.columns], rel=1e-6)
-        assert row.text == f"INTERVAL '{1 + row.id // 12}-{row.id % 12}' YEAR TO MONTH"
-    filtered = made.where("prediction = 0").where("output[0] > 3").select("prediction")
-    assert filtered.count() == 98
-    assert calls_in(filtered) == 1
-    for internal in ("column 0", "added 0", "made", "0"):
-        with pytest.raises(AnalysisException, match="cannot be resolved"):
-            made.where(F.col(f"`{internal}`").isNull())
 
 
 def test_what_is_computed_for_the_model_is_computed_once(spark: Any, sent: str) -> None:

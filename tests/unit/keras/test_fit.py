@@ -8,7 +8,6 @@ import pytest
 
 import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
-from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_keras_state import CLASSES
 from tests.unit.world_link import die, link
@@ -254,39 +253,3 @@ def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, 
     loop(state)
     assert len(traced) == at_once
     assert int(model.optimizer.iterations) == ROWS // BATCH
-
-
-def test_callbacks_see_each_batch_end_once_and_the_epochs_metrics_are_those_of_all_its_rows(alone):
-    model = compiled(build())
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    ends = Ends()
-    left = []
-
-    class Leaves(keras.callbacks.Callback):
-        """The world is about to change, after the fourth batch."""
-
-        def on_train_batch_end(self, batch, logs=None):
-            if state.batch == 4 and not left:
-                left.append(batch)
-                state.leave_if_updated = leave
-
-    def leave():
-        del state.leave_if_updated
-        raise HostsUpdatedInterrupt
-
-    counts = []
-
-    @hvd.elastic.run
-    def loop(state):
-        callbacks = [ElasticCallback(state), Leaves(), ends]
-        history = model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-        counts.append(float(model.metrics[0].count))
-        return history
-
-    history = loop(state)
-    assert left == [3]
-    assert ends.batches == STEPS
-    assert ends.epochs == [0, 1]
-    assert counts == [ROWS]
-    assert history.history["loss"] == [entry["loss"] for entry in ends.logs]

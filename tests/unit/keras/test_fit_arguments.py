@@ -10,7 +10,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from spark_elastic.keras.elastic.batches import DealtRows, TensorFlowBatches, deal
+from spark_elastic.keras.elastic.batches import deal
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -115,7 +115,7 @@ def test_class_weight_does_not_depend_on_the_number_of_workers():
         np.testing.assert_allclose(found[0], one[0], rtol=1e-5, atol=1e-6)
 
 
-def test_class_weight_needs_the_targets_of_one_output(alone):
+def test_weights_need_the_targets_of_one_output(alone):
     model = build()
     state = KerasState(model, batch=0, epoch=0)
     x, y = data()
@@ -125,6 +125,8 @@ def test_class_weight_needs_the_targets_of_one_output(alone):
     ):
         with pytest.raises(UsageError, match="targets of one output"):
             model.fit(dataset, class_weight=WEIGHTS, verbose=0)
+    with pytest.raises(UsageError, match="without y"):
+        ElasticDataset(x, sample_weight=np.ones(ROWS), state=state)
 
 
 ON_TORCH = """
@@ -162,16 +164,10 @@ def test_arguments_that_say_what_the_dataset_says_are_accepted(alone):
     same(elastic(batch_size=BATCH, shuffle=False, steps_per_epoch=ROWS // BATCH), plain())
 
 
-def test_sample_weight_without_targets_is_refused(alone):
-    state = KerasState(build(), batch=0, epoch=0)
-    with pytest.raises(UsageError, match="without y"):
-        ElasticDataset(data()[0], sample_weight=np.ones(ROWS), state=state)
-
-
 def test_validation_has_its_epochs_after_a_resume_too(alone):
     """`validation_freq` counts the epochs of the state, because of `initial_epoch=state.epoch`."""
     model, state, dataset = ready()
-    validated, steps = [], []
+    validated, steps, counted = [], [], []
 
     class Notes(keras.callbacks.Callback):
         def on_test_begin(self, logs=None):
@@ -179,8 +175,11 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
 
         def on_train_batch_end(self, batch, logs=None):
             steps.append((state.epoch, state.batch))
-            if len(steps) == 5:  # in the middle of the second epoch
+            if len(steps) == 8:  # in the middle of the third epoch
                 raise HostsUpdatedInterrupt
+
+        def on_epoch_end(self, epoch, logs=None):
+            counted.append(float(model.metrics[0].count))
 
     @hvd.elastic.run
     def loop(state):
@@ -197,6 +196,7 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
 
     loop(state)
     assert validated == [1, 3, 5]
+    assert counted[2] == ROWS, "the metrics of the epoch that was left are those of all its rows"
     assert steps == [(epoch, batch) for epoch in range(6) for batch in (1, 2, 3)]
 
 
@@ -235,7 +235,7 @@ def test_fit_that_would_train_more_epochs_after_a_change_of_the_world_warns(alon
 
 
 @pytest.mark.parametrize("beside", ["dataset", "tuple"])
-def test_elastic_dataset_as_validation_data_is_refused_before_the_first_step(alone, beside):
+def test_elastic_dataset_is_refused_as_other_data_than_that_of_fit(alone, beside):
     """Its rows would be dealt as those of the state's epoch that are left: none, behind the last batch."""
     model = build()
     state = KerasState(model, batch=0, epoch=0)
@@ -252,14 +252,10 @@ def test_elastic_dataset_as_validation_data_is_refused_before_the_first_step(alo
     np.testing.assert_array_equal(before[0], weights_of(model)[0])
     with pytest.raises(UsageError, match="validation_data"):
         model.fit(*data(), validation_data=validate, verbose=0)
-
-
-def test_elastic_dataset_is_refused_outside_of_fit(alone):
-    model, _, dataset = ready()
     with pytest.raises(UsageError, match=r"model\.evaluate"):
-        model.evaluate(dataset, verbose=0)
+        model.evaluate(validate, verbose=0)
     with pytest.raises(UsageError, match=r"model\.predict"):
-        model.predict(dataset, verbose=0)
+        model.predict(validate, verbose=0)
 
 
 def test_validation_on_other_data_leaves_the_progress_alone(alone):
@@ -341,19 +337,3 @@ def test_members_share_each_batch_and_each_has_a_row(rows, batches, size):
         if len(part) >= size:
             assert sorted(row for each in taken for row in each) == sorted(part)
             assert taken == [part[rank::size] for rank in range(size)]
-
-
-def shares_of(*batches):
-    edges = np.cumsum([0, *map(len, batches)], dtype=np.int64)
-    return DealtRows(np.array([row for batch in batches for row in batch], np.int64), edges)
-
-
-def test_each_iterator_has_the_rows_that_were_set_last_and_ends():
-    batches = TensorFlowBatches((np.arange(10), np.arange(10) * 2))
-    batches.set_rows(shares_of([1, 2], [7]))
-    assert [x.numpy().tolist() for x, _ in batches] == [[1, 2], [7]]
-    next(iter(batches))  # left before its end
-    batches.set_rows(shares_of([5]))
-    assert [(x.numpy().tolist(), y.numpy().tolist()) for x, y in batches] == [([5], [10])]
-    batches.set_rows(shares_of())
-    assert list(batches) == []

@@ -12,10 +12,8 @@ import tensorflow as tf
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow as hvd_of_tensorflow
 from spark_elastic.collective.fused import without_rows
-from spark_elastic.keras.elastic import ElasticCallback, KerasState
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.worlds import together
 
 ROWS = 8
 
@@ -154,78 +152,6 @@ def test_substitute_rows_do_not_count(of_one_process):
         assert distance(running, of_one_process[True][1]) < 3e-6
         assert running == same
         assert max(np.abs(each).max() for each in nothing) == 0.0
-
-
-STEPS = 20
-
-
-def fit(dies):
-    """Train; the worker of `dies`, (worker, step), kills itself in the forward pass of that step."""
-    hvd.init()
-    keras.utils.set_random_seed(3)
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(4 * STEPS, 6)).astype("float32")
-    y = generator.integers(0, 3, len(x))
-
-    def forward_of(step):
-        if dies == (link().worker, step):
-            tell("dying")
-            die()
-        return np.float32(0)
-
-    class Deadly(keras.layers.Layer):
-        def call(self, inputs, training=False):
-            if training:
-                (zero,) = tf.numpy_function(lambda: [forward_of(int(optimizer.iterations))], [], [tf.float32])
-                zero.set_shape([])
-                return inputs + zero
-            return inputs
-
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(5),
-            hvd.SyncBatchNormalization(momentum=0.5),
-            Deadly(),
-            keras.layers.Dense(4),
-            hvd.SyncBatchNormalization(),
-            keras.layers.Dense(3),
-        ]
-    )
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    state = KerasState(model, batch=0, epoch=0)
-    steps = []
-
-    class Noting(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            steps.append(int(optimizer.iterations))
-
-    def batches():
-        for step in range(state.batch, STEPS):
-            part = np.array_split(np.arange(step * 4, step * 4 + 4), hvd.size())[hvd.rank()]
-            yield x[part], y[part]
-
-    @hvd.elastic.run
-    def loop(state):
-        signature = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), tf.int64))
-        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        callbacks = [Noting(), ElasticCallback(state)]
-        model.fit(data, epochs=1, initial_epoch=state.epoch, callbacks=callbacks, verbose=0)
-
-    loop(state)
-    return steps, [each.numpy().tolist() for each in model.weights]
-
-
-def test_no_applied_step_is_lost_if_a_worker_dies_in_a_forward_pass():
-    """All rows of a batch have the same weight: 1 or 2 workers divide 4 rows equally."""
-    ((_, expected),) = together(fit, None, count=1)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(fit, (2, 11), count=2)
-        ((steps, weights),) = driver.results(1)
-        assert driver.told("dying")
-    assert steps == list(range(1, STEPS + 1))
-    assert distance(weights, expected) < 1e-4
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -7,9 +7,8 @@ import pytest
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import lost_peers_translated, original_error, with_token
 from tests.unit.tensorflow.test_operations import both_ways
 from tests.unit.worlds import together
 
@@ -107,23 +106,6 @@ def test_distributed_tape_returns_averaged_gradients():
 # --- a lost peer ----------------------------------------------------------------------------------
 
 
-def test_errors_with_other_causes_are_not_translated():
-    def raises():
-        raise ConnectionError("connection reset by peer: a shop that sells sockets")
-
-    @tf.function
-    def graph():
-        return tf.numpy_function(lambda: raises(), [], tf.float32)
-
-    with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, lost_peers_translated():
-        graph()
-    assert original_error(caught.value) is None
-    with pytest.raises(tf.errors.CancelledError), lost_peers_translated():
-        raise tf.errors.CancelledError(None, None, "the iterator was closed")
-    with pytest.raises(ZeroDivisionError), lost_peers_translated():
-        _ = 1 / 0
-
-
 def test_contradictory_settings_are_refused():
     with pytest.raises(UsageError, match="Average or op"):
         GradientReducer(op=hvd.Max)
@@ -131,15 +113,3 @@ def test_contradictory_settings_are_refused():
         GradientReducer(op=hvd.Sum, predivide=2.0)
     with pytest.raises(UsageError, match="Adasum"):
         GradientReducer(op=hvd.Adasum)
-
-
-def fails_while_a_lost_peer_is_handled():
-    try:
-        raise with_token(HorovodInternalError("a peer is gone"))
-    except HorovodInternalError:
-        return 1 / 0
-
-
-def test_error_raised_while_a_lost_peer_is_handled_is_not_translated():
-    with pytest.raises(ZeroDivisionError), lost_peers_translated():
-        fails_while_a_lost_peer_is_handled()

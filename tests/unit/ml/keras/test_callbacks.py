@@ -18,57 +18,39 @@ from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, close, make_trai
 from tests.unit.worlds import together
 
 
-class Diary(keras.callbacks.Callback):
-    """Writes its calls to a file, because the worker has a copy of the callback."""
+def noting(event):
+    """Return a method that writes its call to a file, because the worker has a copy of the callback."""
 
+    def note(self, at=None, logs=None):
+        with Path(self.path).open("a") as file:
+            file.write(json.dumps([event, self.params if event == "train_begin" else at, logs], default=float) + "\n")
+
+    return note
+
+
+class Diary(keras.callbacks.Callback):
     def __init__(self, path):
         super().__init__()
         self.path = str(path)
 
-    def note(self, event, *args):
-        with Path(self.path).open("a") as file:
-            file.write(json.dumps([event, *args]) + "\n")
-
-    def on_train_begin(self, logs=None):
-        self.note("train begin", self.params, self.model.name)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.note("epoch begin", epoch)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.note("batch begin", batch)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.note("batch end", batch, logs)
-
-    def on_test_begin(self, logs=None):
-        self.note("test begin")
-
-    def on_test_batch_end(self, batch, logs=None):
-        self.note("test batch end", batch)
-
-    def on_test_end(self, logs=None):
-        self.note("test end", logs)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.note("epoch end", epoch, logs)
-
-    def on_train_end(self, logs=None):
-        self.note("train end")
+    on_train_begin, on_train_end = noting("train_begin"), noting("train_end")
+    on_epoch_begin, on_epoch_end = noting("epoch_begin"), noting("epoch_end")
+    on_train_batch_begin, on_train_batch_end = noting("batch_begin"), noting("batch_end")
+    on_test_begin, on_test_end, on_test_batch_end = noting("test_begin"), noting("test_end"), noting("test_batch_end")
 
 
 def test_keras_callbacks_are_called_as_in_model_fit(data, tmp_path):
     result = alone(make_training(data, tmp_path, callbacks=[Diary(tmp_path / "diary")], epochs=2))
     told = [json.loads(line) for line in (tmp_path / "diary").read_text().splitlines()]
-    an_epoch = ["epoch begin", *["batch begin", "batch end"] * 13, "test begin", *["test batch end"] * 5, "test end"]
-    assert [event for event, *_ in told] == ["train begin", *[*an_epoch, "epoch end"] * 2, "train end"]
+    an_epoch = ["epoch_begin", *["batch_begin", "batch_end"] * 13, "test_begin", *["test_batch_end"] * 5, "test_end"]
+    assert [event for event, *_ in told] == ["train_begin", *[*an_epoch, "epoch_end"] * 2, "train_end"]
     assert told[0][1] == {"verbose": 0, "epochs": 2, "steps": 13}
     row = result["history"][0]
-    ends = [args for event, *args in told if event == "batch end"]
+    ends = [args for event, *args in told if event == "batch_end"]
     assert [batch for batch, _ in ends] == [*range(13)] * 2
     assert ends[12][1] == close({name: row[name] for name in ("loss", "accuracy", "label_sum")})
-    assert [args for event, *args in told if event == "test batch end"] == [[at] for at in [*range(5)] * 2]
-    (epoch, logs), _ = (args for event, *args in told if event == "epoch end")
+    assert [at for event, at, _ in told if event == "test_batch_end"] == [*range(5)] * 2
+    (epoch, logs), _ = (args for event, *args in told if event == "epoch_end")
     assert (epoch, sorted(logs)) == (0, sorted([*ends[0][1], *(f"val_{name}" for name in ends[0][1])]))
     assert logs == close({name: row[name] for name in logs})
 

@@ -245,29 +245,6 @@ def test_model_that_needs_transformation_fn_fails_in_transform_only(dataset: Dat
     assert [column.name for column in model._added()] == ["output", "prediction"]
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"kind": self.a(x), "size": self.b(x).squeeze(1)}
-
-
-def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
-    chosen: dict[str, Any] = {"model": TwoHeads(), "optimizer": torch.optim.SGD, "epochs": 1}
-    chosen["loss"] = nn.CrossEntropyLoss()
-    model = estimator(**chosen).from_dataset_path(dataset)
-    assert [column.name for column in model._added()] == ["output_0", "output_1", "prediction"]
-    named = estimator(**chosen, output_cols=["kind", "size"]).from_dataset_path(dataset)
-    assert [(column.name, column.shape.shape) for column in named._added()[:2]] == [
-        ("kind", (3,)),
-        ("size", ()),
-    ]
-    with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
-        model.setOutputCols(["one"])._added()
-
-
 class Recurrent(nn.Module):
     """Returns its values for each row, and what has another first axis, as chosen by `kind`."""
 
@@ -315,6 +292,10 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
     expected = next(iter(returned.values())) if isinstance(returned, dict) else returned[taken[0]]
     assert torch.allclose(torch.from_numpy(first), expected)
     assert Fitted.from_json(json.loads(json.dumps(model._fitted.to_json()))) == model._fitted
+    if len(taken) == 2:
+        assert [column.name for column in model.setOutputCols(["a", "b"])._added()] == ["a", "b", "prediction"]
+        with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
+            model.setOutputCols(["one"])._added()
 
 
 def of_second(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -138,21 +138,6 @@ def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_p
         estimator(checkpoint_dir=tmp_path / "runs", run_id="a", seed=1).from_dataset_path(dataset)
 
 
-class FullDriver:
-    """A SparkContext whose JVM has no memory left."""
-
-    applicationId = "app"
-
-    def broadcast(self, payload: bytes) -> Any:
-        raise RuntimeError("An error occurred while calling o1.readBroadcastFromFile: java.lang.OutOfMemoryError")
-
-
-def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: Dataset) -> None:
-    model = estimator().from_dataset_path(dataset)
-    with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
-        model._shipped(FullDriver())
-
-
 # --- inputs: ordered by number, in one shape ----------------------------------------------------------
 
 

@@ -81,18 +81,6 @@ def test_several_losses_are_multiplied_by_their_weights():
     assert logs == pytest.approx({"loss": 2 * first + 0.5 * second, "loss_0": first, "loss_1": second})
 
 
-@pytest.mark.parametrize(
-    ("loss", "labels", "weights", "message"),
-    [
-        ([nn.MSELoss()], 2, None, "1 losses were given for 2 labels"),
-        (nn.MSELoss(), 1, [1, 2], "2 loss_weights were given for 1 losses"),
-    ],
-)
-def test_differing_numbers_of_losses_and_labels_are_refused(loss, labels, weights, message):
-    with pytest.raises(InvalidSettingsError, match=message):
-        Objective(loss, None, labels=labels, weighted=False, loss_weights=weights)
-
-
 def test_without_labels_the_loss_is_of_the_input():
     measured = Objective(nn.MSELoss(), None, labels=0, weighted=False).forward(Fixed(), batch(scores(), labels=()))
     assert measured.sums[0].item() == 0

@@ -20,7 +20,7 @@ from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.worlds import together
 
 
 def test_finished_training_is_not_repeated(data, tmp_path, undisturbed):
@@ -30,18 +30,6 @@ def test_finished_training_is_not_repeated(data, tmp_path, undisturbed):
     counting = LambdaCallback(on_batch_end=lambda run: steps.update(["step"]))
     with pytest.raises(CheckpointError, match="was written with the callbacks"):
         alone(make_training(data, tmp_path, resume_from=latest.name, callbacks=[counting]))
-    result = alone(make_training(data, tmp_path, resume_from=latest.name))
-    assert_as_undisturbed(result, tmp_path, undisturbed)
-
-
-@pytest.mark.parametrize(("file", "half"), [("state.pt", False), ("checkpoint.json", True), ("checkpoint.json", False)])
-def test_only_worker_killed_while_it_writes_a_checkpoint_can_be_resumed(file, half, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=1) as driver:
-        driver.start(trainings.in_worker_that_checkpoints, data, tmp_path, file, half)
-        driver.wait(lambda: driver.told("dying"))
-        driver._peers[1].process.join(30)
-    latest = checkpoints_in(tmp_path).latest()
-    assert latest.step == (13 if half or file == "state.pt" else 26)
     result = alone(make_training(data, tmp_path, resume_from=latest.name))
     assert_as_undisturbed(result, tmp_path, undisturbed)
 

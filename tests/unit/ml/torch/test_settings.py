@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import pack
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
@@ -19,12 +18,11 @@ from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
-from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.trainings import EPOCHS, ROWS, STEPS, alone, make_net, make_training
+from tests.unit.ml.torch.trainings import EPOCHS, STEPS, alone, make_net, make_training
 
 CPU = torch.device("cpu")
 
@@ -272,7 +270,7 @@ def test_a_container_may_have_fewer_cores_than_the_host(text, most, tmp_path):
     assert host_cores(quota) == (without if most is None else min(without, most))
 
 
-# --- batch normalisation of a single row --------------------------------------------------------------
+# --- steps of one row, and steps that fail --------------------------------------------------------------
 
 
 def test_single_row_is_normalised_by_the_unchanged_running_statistics():
@@ -284,34 +282,6 @@ def test_single_row_is_normalised_by_the_unchanged_running_statistics():
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net[1].training
     assert torch.equal(output, net.eval()(row))
-
-
-def test_single_row_with_many_values_per_channel_is_normalised_by_them():
-    net = torch.nn.BatchNorm2d(3)
-    image = torch.randn(1, 3, 4, 4)
-    expected = torch.nn.BatchNorm2d(3)(image)
-    with single_row_norm(net, rows=1):
-        assert torch.equal(net(image), expected)
-    assert net.num_batches_tracked == 1
-
-
-def test_the_model_is_as_it_was_after_an_error():
-    net = make_net(norm=True)
-    with pytest.raises(RuntimeError), single_row_norm(net, rows=1):
-        net(torch.ones(1, 6, dtype=torch.float64)).reshape(7)
-    assert net[1].training
-    assert not net[1]._forward_pre_hooks
-
-
-def test_a_last_batch_of_one_row_is_trained_on(data, tmp_path):
-    net = make_net(norm=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    result = alone(make_training(data, tmp_path, model=net, optimizer=optimizer, batch_size=ROWS - 1, epochs=1))
-    assert result["steps"] == 2
-    assert result["history"][0]["rows"] == ROWS
-
-
-# --- the state of a training --------------------------------------------------------------------------
 
 
 class StepThatLosesAWorker(torch.optim.SGD):
@@ -326,26 +296,8 @@ class StepThatLosesAWorker(torch.optim.SGD):
             raise HorovodInternalError("a collective failed: a peer is gone")
 
 
-@pytest.fixture
-def world_of_one():
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_training_keeps_no_copies_of_model_and_optimizer(data, tmp_path):
-    trainer = assemble(make_training(data, tmp_path))
-    trainer.run()
-    for handler in trainer.state._handlers.by_name.values():
-        assert handler._copies == []
-    assert all(param.grad is None for param in trainer.engine.model.parameters())
-
-
-@pytest.mark.usefixtures("world_of_one")
 def test_collective_that_fails_within_the_optimizers_step_ends_the_training(data, tmp_path):
     net = make_net()
     optimizer = StepThatLosesAWorker(net.parameters(), lr=0.1)
-    trainer = assemble(make_training(data, tmp_path, model=net, optimizer=optimizer))
     with pytest.raises(UsageError, match="must not call collectives in its step"):
-        trainer.run()
+        alone(make_training(data, tmp_path, model=net, optimizer=optimizer))

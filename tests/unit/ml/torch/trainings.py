@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -336,21 +335,6 @@ def variant_of(name: str) -> dict[str, Any]:
 def in_worker_slowly(data: Path, folder: Path) -> Any:
     counter = EpochCounter(STEPS - 5, pause_s=0.05)
     return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
-
-
-def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
-    """End this worker while it writes its second checkpoint."""
-    from tests.unit.world_link import die, tell
-
-    training = make_training(data, folder)
-    calls = itertools.count(1)
-
-    def second() -> None:
-        if next(calls) == 2:
-            tell("dying")
-            die()
-
-    return outcome(replace(training, store=StoreThat(training.store, file, second, half=half)))
 
 
 def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
