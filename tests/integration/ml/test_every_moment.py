@@ -143,9 +143,7 @@ def exact() -> dict[str, Any]:
     return {"model": net, "optimizer": optimizer, "consistency": "exact", "virtual_workers": 4}
 
 
-def test_every_bit_of_an_exact_fit_is_that_of_a_fit_without_the_kill(
-    cluster: Cluster, hold: Hold, tmp_path: Path
-) -> None:
+def test_every_bit_of_an_exact_fit_is_that_without_the_kill(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
     killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
     callbacks = [HoldingCallback(hold, "on_batch_end", STEPS + 3)]
     model = fit_on(cluster, tmp_path, callbacks=callbacks, **exact())
@@ -175,9 +173,7 @@ def keras_settings(store: Path, **changes: Any) -> dict[str, Any]:
     return {**{name: made[name] for name in made if name not in ("optimizer", "loss", "metrics")}, "model": net}
 
 
-def test_a_keras_fit_is_that_of_a_fit_without_the_kill_and_resumes_under_its_run_id(
-    cluster: Cluster, hold: Hold, tmp_path: Path
-) -> None:
+def test_a_keras_fit_is_that_without_the_kill_and_resumes(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     from tests.unit.ml.keras.estimators import HereEstimator as HereKerasEstimator
 
@@ -197,9 +193,7 @@ def test_a_keras_fit_is_that_of_a_fit_without_the_kill_and_resumes_under_its_run
     assert len(resumed.history) == EPOCHS + 1
 
 
-def test_an_executor_may_die_while_it_writes_rows_and_each_is_there_once(
-    cluster: Cluster, hold: Hold, tmp_path: Path
-) -> None:
+def test_an_executor_may_die_while_it_writes_rows(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
     df = table(cluster.spark).withColumn("y", F.col("y").cast("double"))
     slow = df.mapInPandas(standing_rows(hold), df.schema)
     killer = when(hold, 2, lambda pids: kill_executors_of(cluster, pids[:1]))

@@ -196,7 +196,7 @@ def test_table_that_is_damaged_or_gone_is_reported(spark: Any, store: Path, tmp_
         ("y", "if(a = 1, -1, y)", {}, "label.* -1 .*"),
     ],
 )
-def test_rows_that_do_not_fit_the_model_are_refused_before_a_worker_starts(
+def test_rows_that_do_not_fit_the_model_are_refused(
     here: ModuleType, spark: Any, store: Path, name: str, sql: str, settings: dict[str, Any], complaint: str
 ) -> None:
     made = estimator(here, store, **settings)
@@ -303,7 +303,7 @@ def test_fewer_rows_than_workers(here: ModuleType, spark: Any, store: Path) -> N
 
 
 @SAME_FOR_BOTH
-def test_source_that_changed_between_fits_is_written_again_and_its_checkpoints_are_refused(
+def test_source_that_changed_is_written_again_and_its_checkpoints_are_refused(
     here: ModuleType, spark: Any, store: Path, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "table")
@@ -345,9 +345,7 @@ def test_storage_that_is_full_is_reported_and_nothing_is_left(spark: Any, small_
     assert estimator(estimators, store).fit(many.limit(100)).history[0]["rows"] == 100
 
 
-def test_storage_that_goes_while_rows_are_written_is_reported_and_nothing_is_trusted(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_storage_that_goes_while_rows_are_written_is_reported(spark: Any, tmp_path: Path) -> None:
     from tests.unit.ml.torch import estimators
 
     store = tmp_path / "store"

@@ -52,7 +52,7 @@ def rows(spark: Any) -> Any:
     return spark.createDataFrame(made, ["id", "a", "v", "word"]).repartition(3).cache()
 
 
-def test_outputs_are_what_the_model_gives_and_probabilities_are_taken_as_they_are(rows: Any) -> None:
+def test_outputs_and_probabilities_are_what_the_model_gives(rows: Any) -> None:
     native = two_inputs()
     # The inputs of a dict are in the order of their names: word, x.
     inputs = [TensorField("features_0", ("word",), "<i8", ()), TensorField("features_1", ("a", "v"), "<f4", (3,))]
@@ -77,7 +77,7 @@ def test_outputs_are_what_the_model_gives_and_probabilities_are_taken_as_they_ar
     assert np.allclose([row.probability.toArray() for row in found], kind, atol=1e-6)
 
 
-def test_layers_of_ones_own_inference_fn_and_the_number_of_threads_reach_the_executors(rows: Any) -> None:
+def test_own_layers_inference_fn_and_threads_reach_the_executors(rows: Any) -> None:
     class Here(Doubled):
         """Registered nowhere, and sent by value, as those of a notebook are."""
 

@@ -76,7 +76,7 @@ def fitted(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return estimator.fit(table)
 
 
-def test_a_fit_in_which_a_worker_is_killed_gives_what_lightning_gives_in_one_process(fitted: Any, numbers: Any) -> None:
+def test_a_fit_with_a_kill_gives_what_lightning_gives_in_one_process(fitted: Any, numbers: Any) -> None:
     (lost,) = [event for event in fitted.events if event["kind"] == "lost"]
     assert (lost["before"], lost["after"]) == (2, 1)
     reference = Predicting()

@@ -58,9 +58,7 @@ def sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the_module_gives(
-    rows: Any, sent: str
-) -> None:
+def test_columns_are_kept_and_outputs_are_what_the_module_gives(rows: Any, sent: str) -> None:
     module = TwoInputs()
     model = model_of(module, [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
     made = model.transform(rows)
@@ -119,9 +117,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("source", ["rows", "cached", "parquet", "orc", "stream"])
-def test_features_of_all_types_come_as_they_are_wherever_the_rows_are_from(
-    spark: Any, sent: str, source: str, tmp_path: Path
-) -> None:
+def test_features_of_all_types_come_as_they_are(spark: Any, sent: str, source: str, tmp_path: Path) -> None:
     df = spark.range(100, numPartitions=2).selectExpr("id", *(f"{made} AS `{name}`" for name, made in KINDS.items()))
     expected = {row.id: row for row in df.collect()}
     if source == "cached":
@@ -234,9 +230,7 @@ def test_a_model_is_loaded_once_by_each_worker_process_for_all_of_its_tasks(rows
     assert len(pids) == len(set(pids)), "one process loaded it for several of the nine tasks"
 
 
-def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(
-    rows: Any, sent: str, tmp_path: Path
-) -> None:
+def test_rows_without_a_value_are_refused_left_out_or_get_null(rows: Any, sent: str, tmp_path: Path) -> None:
     # Not by a UDF in Python: where one feeds `transform`, Spark may close, after a task that failed, the connection to
     # a Python process that a later task uses already ("Socket closed", CancelledKeyException).
     unknown = array_to_vector(F.array(F.lit(float("nan")), F.lit(1.0)))
@@ -302,9 +296,7 @@ def plain(**settings: Any) -> Any:
     return model_of(module, [JOINED], OutputShape("<f4", (4,)), rule="argmax", **settings)
 
 
-def test_a_saved_model_comes_back_with_settings_history_and_events_and_gives_the_same(
-    rows: Any, tmp_path: Path
-) -> None:
+def test_a_saved_model_comes_back_and_gives_the_same(rows: Any, tmp_path: Path) -> None:
     model = plain(prediction_col="class", transform_batch_size=7)
     model.save(str(tmp_path / "model"))
     loaded = ElasticTorchModel.load(str(tmp_path / "model"))

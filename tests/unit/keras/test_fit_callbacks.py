@@ -192,7 +192,7 @@ def leaves(state):
     state.leave_if_updated = leave
 
 
-def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_it(alone):
+def test_a_fit_stopped_by_a_callback_is_not_resumed(alone):
     model, state, dataset = ready()
     left, histories = [], []
 

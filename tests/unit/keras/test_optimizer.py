@@ -67,7 +67,7 @@ def every_optimizer():
     return {name: halves(name, {}) for name in OPTIMIZERS}, eager, several
 
 
-def test_two_members_with_half_a_batch_each_match_one_process_with_the_whole_batch():
+def test_two_members_with_half_a_batch_each_match_one_process():
     first, _ = together(every_optimizer)
     for outcome in first:
         for name, (worst, same_class) in outcome.items():
@@ -172,7 +172,7 @@ def test_a_built_optimizer_keeps_its_state(alone):
 
 
 @pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.soak), "scaled"])
-def test_saved_model_loads_without_this_package_and_load_model_makes_it_distributed(alone, tmp_path, name):
+def test_saved_model_loads_without_this_package_and_with_it_distributed(alone, tmp_path, name):
     model = model_with(hvd.DistributedOptimizer(OPTIMIZERS[name]()))
     model.fit(*rows(32), batch_size=8, verbose=0)
     path = tmp_path / "model.keras"

@@ -107,7 +107,7 @@ def counts_before(how, graph, rounds):
 @pytest.mark.parametrize(
     ("how", "graph", "rounds"), [("tape", True, 1), ("optimizer", True, 2), ("tape", False, 2), ("optimizer", False, 1)]
 )
-def test_a_batch_that_is_counted_before_its_steps_is_trained_on_once_after_a_loss(how, graph, rounds):
+def test_a_batch_that_is_counted_before_its_steps_is_trained_on_once(how, graph, rounds):
     for seen, trained in together(counts_before, how, graph, rounds, count=3, left=2):
         assert seen == list(range(1, STEPS + 1))
         assert trained == [rounds] * STEPS

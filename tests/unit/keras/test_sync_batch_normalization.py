@@ -160,7 +160,7 @@ class OwnCall(keras.layers.BatchNormalization):
         return super().call(inputs, training) * 2
 
 
-def test_conversion_keeps_weights_and_configuration_and_names_what_it_cannot_convert():
+def test_conversion_keeps_weights_and_names_what_it_cannot_convert():
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm"), OwnCall(name="own")])
     config, weights = model.get_config(), model.weights
     plain = model(np.ones((2, 3)), training=False)

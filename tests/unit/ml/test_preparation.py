@@ -61,9 +61,7 @@ SCHEMA = StructType(
         (["id", "b"], {"features_0": ("id", "b")}, ["<f4"]),
     ],
 )
-def test_scalars_are_stacked_and_arrays_are_separate_inputs_unless_grouped(
-    feature_cols: Any, columns: Any, dtypes: Any
-) -> None:
+def test_scalars_are_stacked_and_arrays_are_separate_inputs(feature_cols: Any, columns: Any, dtypes: Any) -> None:
     made = preparation.features(SCHEMA, feature_cols, None)
     assert dict(made.columns) == columns
     assert list(made.dtypes.values()) == dtypes

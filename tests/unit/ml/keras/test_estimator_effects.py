@@ -82,7 +82,7 @@ class Scaled(keras.layers.BatchNormalization):
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_sync_batch_norm_leaves_ordinary_layers_in_the_fitted_model_and_names_what_it_cannot_do(
+def test_sync_batch_norm_leaves_ordinary_layers_and_names_others(
     wanted: bool, dataset: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = keras.layers

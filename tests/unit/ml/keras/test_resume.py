@@ -52,10 +52,7 @@ def larger():
     ("changes", "message"),
     [
         ({"metrics": []}, r"was written with metrics=\['loss', 'compile_metrics', "),
-        (
-            {"model": larger},
-            r"another model or optimizer: .*kernel of shape \[6, 8\] where .*kernel of shape \[6, 9\] is",
-        ),
+        ({"model": larger}, r"another model or optimizer: .*\[6, 8\] where .*kernel of shape \[6, 9\] is"),
         ({"optimizer": lambda: keras.optimizers.Adam(0.1)}, r"another model or optimizer: there are 6 arrays for 10"),
         ({"callbacks": [EarlyStopping("loss")]}, r"written with the callbacks \[\], but the callbacks are \['Early"),
     ],

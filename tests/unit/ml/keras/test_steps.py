@@ -81,7 +81,7 @@ class Losses(keras.callbacks.Callback):
             file.write(f"{logs['loss']!r}\n")
 
 
-def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
+def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     from spark_elastic.ml.keras import serialization
     from spark_elastic.ml.keras.engine import MODEL_FILE
 

@@ -47,7 +47,7 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, da
     assert (expected[1] == close(undisturbed[1])) == (variant == "a train_step of one's own"), "settings do something"
 
 
-def test_batch_follows_the_number_of_workers_and_compression_is_less_exact(undisturbed, in_two):
+def test_settings_by_worker_follow_the_number_of_workers(undisturbed, in_two):
     results, folder = in_two
     for result in results:
         assert result["a batch for each worker"]["steps"] == EPOCHS * -(-ROWS // (2 * BATCH))

@@ -148,23 +148,11 @@ def second_output(model: Any, batch: Any) -> Any:
         ({"model": expanded(), "optimizer": torch.optim.SGD}, InvalidSettingsError, "SGD cannot change"),
         ({"model": Locked()}, NotPicklableError, r"model \(Locked\) cannot be sent .*lock"),
         ({"loss": locked_loss()}, NotPicklableError, "loss .*cannot be sent .*lock"),
-        (
-            {"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER},
-            DataError,
-            r"MSELoss needs .* shape \[4, 4\]",
-        ),
+        ({"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER}, DataError, r"MSELoss needs .*\[4, 4\]"),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
-        (
-            {"lr_scheduler": plateau, "scheduler_interval": "step"},
-            InvalidSettingsError,
-            "'step' with ReduceLROnPlateau",
-        ),
-        (
-            {"lr_scheduler": stepped, "scheduler_monitor": "loss"},
-            InvalidSettingsError,
-            "StepLR, which follows no value",
-        ),
+        ({"lr_scheduler": plateau, "scheduler_interval": "step"}, InvalidSettingsError, "with ReduceLROnPlateau"),
+        ({"lr_scheduler": stepped, "scheduler_monitor": "loss"}, InvalidSettingsError, "which follows no value"),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
         ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),
@@ -194,10 +182,7 @@ def test_misfit_is_reported_with_names_types_and_shapes(
         ({"callbacks": [len]}, "callbacks must be a list of"),
         ({"num_proc": None}, "set num_proc"),
         ({"run_options": {"elastic_timeout": -1}}, "elastic_timeout must be a positive number"),
-        (
-            {"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)},
-            "4 of .* lr=0.5.* Parameters of a loss",
-        ),
+        ({"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)}, "4 of .* lr=0.5.* Parameters of a loss"),
     ],
 )
 def test_settings_are_checked_before_anything_is_read(changes: dict[str, Any], said: str, dataset: Dataset) -> None:

@@ -96,7 +96,7 @@ def test_without_values_from_validation_there_is_no_column_of_it(dataset: Datase
         fitted(Silent(), dataset, callbacks=[EarlyStopping("val_loss")])
 
 
-def test_values_of_later_steps_alone_and_of_the_packages_own_columns_are_ignored_with_a_warning(
+def test_values_of_later_steps_and_of_own_columns_are_ignored_with_a_warning(
     dataset: Dataset, warnings_of: Any
 ) -> None:
     class Late(Classifier):
@@ -226,10 +226,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
         (lambda o: [o], {}),
         (lambda o: ([o], [halving(o)]), {"scheduler_interval": "epoch"}),
         (lambda o: [{"optimizer": o, "lr_scheduler": halving(o)}], {"scheduler_interval": "epoch"}),
-        (
-            lambda o: ([o], [{"scheduler": halving(o), "interval": "step", "name": "lr"}]),
-            {"scheduler_interval": "step"},
-        ),
+        (lambda o: ([o], [{"scheduler": halving(o), "interval": "step"}]), {"scheduler_interval": "step"}),
         (
             lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": plateau(o), "monitor": "x", "strict": True}},
             {"scheduler_interval": "epoch", "scheduler_monitor": "x"},
@@ -322,7 +319,7 @@ def test_start_of_an_epoch_is_repeated_with_its_first_step() -> None:
     assert module.scale == 2
 
 
-def test_worker_that_joins_in_an_epoch_starts_it_without_changing_the_tensors_that_it_got() -> None:
+def test_worker_that_joins_in_an_epoch_keeps_the_tensors_that_it_got() -> None:
     module, step = Growing().train(), LightningStep()
     module.scale.fill_(4)
     for index in (3, 4):
@@ -348,7 +345,7 @@ def test_frozen_normalisation_is_as_in_lightning(dataset: Dataset) -> None:
     assert model.module.norm.num_batches_tracked == 0
 
 
-def test_attributes_that_configure_optimizers_sets_reach_the_steps_and_the_fitted_module(dataset: Dataset) -> None:
+def test_attributes_of_configure_optimizers_reach_steps_and_fitted_module(dataset: Dataset) -> None:
     class Planned(Classifier):
         def configure_optimizers(self) -> Any:
             self.total = self.trainer.estimated_stepping_batches

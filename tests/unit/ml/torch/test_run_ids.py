@@ -178,7 +178,7 @@ class Away(HereEstimator):
         raise TimeoutError("the storage is away")
 
 
-def test_model_comes_with_the_results_if_the_storage_is_away_at_the_end(
+def test_model_comes_with_the_results_if_the_storage_is_away(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))

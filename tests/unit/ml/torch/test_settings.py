@@ -41,10 +41,7 @@ def maker(data, tmp_path, **changes):
     ("function", "message"),
     [
         (lambda columns: None, "must return columns by name, not NoneType"),
-        (
-            lambda columns: {"features_0": columns["features_0"][:2]},
-            "was given 5 rows and returned 2 rows for features_0",
-        ),
+        (lambda columns: {"features_0": columns["features_0"][:2]}, "was given 5 rows and returned 2 rows"),
         (lambda columns: {"features_0": 1.0}, "returned no rows for features_0"),
         (lambda columns: {**columns, "features_0": columns["text"]}, "features_0 holds list values of variable length"),
     ],
@@ -174,7 +171,7 @@ def test_allowed_nan_loss_is_logged_once(data, tmp_path, caplog):
     ]
 
 
-def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_that_makes_it(data, tmp_path):
+def test_a_made_scheduler_is_the_same_as_a_function_that_makes_it(data, tmp_path):
     alone(make_training(data, tmp_path / "function", lr_scheduler=trainings.halved_every_epoch))
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

@@ -43,7 +43,7 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, se
     assert (expected[1] == close(undisturbed[1])) == (variant in changes_nothing)
 
 
-def test_settings_by_worker_follow_the_number_of_workers_and_compression_is_less_exact(undisturbed, in_three):
+def test_settings_by_worker_follow_the_number_of_workers(undisturbed, in_three):
     results, folder = in_three
     for result in results:
         assert result["a batch for each worker"]["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
@@ -102,7 +102,7 @@ def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(
         assert result["history"][0]["outputs_count"] == ROWS
 
 
-def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
+def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
     net = trainings.make_net(norm=True)
