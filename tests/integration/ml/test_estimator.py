@@ -142,29 +142,6 @@ def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_pat
     assert "store, run_options['env'], run_options['output_dir'] of the HereEstimator" in caplog.text
 
 
-def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: Any) -> None:
-    df = prepared(digits[0]).withColumn("half", F.col("p20") > 0.5).withColumn("w", F.col("p20") + 0.01).cache()
-
-    def trained(**changes: Any) -> Any:
-        made = HereEstimator(**digit_settings(epochs=1, **changes))
-        return made, weights_of(made.fit(df))
-
-    _, plain = trained()
-    few = PIXELS[:32]
-    narrow = nn.Linear(32, 10)
-    for changes in (
-        {"label_cols": ["half"], "model": nn.Linear(64, 1), "loss": nn.BCEWithLogitsLoss()},
-        {"feature_cols": few, "model": narrow},
-        {"sample_weight_col": "w"},
-        {"validation": 0.3},
-        {"validation": "half"},
-    ):
-        made, weights = trained(**changes)
-        assert weights != plain
-        if changes.get("validation") == "half":
-            assert made.training.dataset.rows("validation") == df.where("half").count()
-
-
 def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     df = prepared(digits[0])
     estimator = HereEstimator(**digit_settings(epochs=1))
@@ -203,36 +180,6 @@ def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
         **digit_settings(feature_cols=PIXELS, epochs=1, data_options={"allow_nan": True}, allow_nan_loss=True)
     )
     assert len(estimator.fit(df).history) == 1
-
-
-def test_several_inputs_and_outputs_of_keras_are_columns_in_their_order(digits: Any) -> None:
-    keras = pytest.importorskip("keras")
-    pytest.importorskip("tensorflow")
-    from tests.unit.ml.keras.estimators import HereEstimator as HereKerasEstimator
-
-    df = prepared(digits[0]).withColumn("row", F.col("label").cast("int"))
-    pixels, row = keras.Input((64,), name="pixels"), keras.Input((1,), dtype="int32", name="row")
-    joined = keras.layers.Concatenate()([pixels, keras.layers.Flatten()(keras.layers.Embedding(10, 3)(row))])
-    kind = keras.layers.Dense(10, activation="softmax", name="kind")(joined)
-    estimator = HereKerasEstimator(
-        model=keras.Model([pixels, row], [kind, keras.layers.Dense(1, name="size")(joined)]),
-        optimizer=keras.optimizers.Adam(5e-3),
-        loss={"kind": "sparse_categorical_crossentropy", "size": "mse"},
-        loss_weights={"kind": 1.0, "size": 0.5},
-        metrics={"kind": ["accuracy"]},
-        feature_cols=[["pixels"], ["row"]],
-        label_cols=["label", "p20"],
-        batch_size=64,
-        epochs=3,
-        verbose=0,
-    )
-    model = estimator.fit(df)
-    assert {"kind_accuracy", "kind_loss", "size_loss"} <= set(model.history.names)
-    of_kind, of_size = model.history["kind_loss"][-1], model.history["size_loss"][-1]
-    assert model.history["loss"][-1] == pytest.approx(of_kind + 0.5 * of_size, rel=1e-4)
-    scored = model.transform(df).select("output_0", "output_1", "prediction", "label").collect()
-    assert sum(row.prediction == row.label for row in scored) > 0.5 * len(scored)
-    assert (len(scored[0].output_0), len(scored[0].output_1)) == (10, 1)
 
 
 def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:

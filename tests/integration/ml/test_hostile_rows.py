@@ -240,6 +240,8 @@ def test_unusual_columns_are_trained_on_with_their_values(here: ModuleType, spar
     }
     assert features.tolist() == expected.get(kind, np.stack([number, 2 * number], 1)).astype(float).tolist()
     assert labels.tolist() == (number % 3 > 1 if kind == "booleans" else number % 3).tolist()
+    if "sample_weight_col" in settings:
+        assert Rows(made.training.dataset)["sample_weight"].tolist() == np.where(number > 5, 0.0, -number).tolist()
 
 
 def test_few_rows_and_partitions_without_rows_are_trained_on(here: ModuleType, spark: Any, store: Path) -> None:

@@ -93,8 +93,3 @@ def test_unsupported_backend_is_reported_before_keras_imports_it(backend):
     done = in_a_process("import spark_elastic.keras", backend)
     assert f"UsageError: Keras is set to the {backend} backend" in done.stderr
     assert "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch" in done.stderr
-
-
-def test_without_keras_the_error_names_the_extra_to_install():
-    done = in_a_process("import sys; sys.modules['keras'] = None; import spark_elastic.keras", "tensorflow")
-    assert 'pip install "spark-elastic[tensorflow]"' in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -160,13 +162,9 @@ def test_in_a_world_of_one_it_is_plain_training(alone):
     assert not np.any(keras.ops.convert_to_numpy(ours.get_layer("noting").seen) - EPOCHS)
 
 
-UNDISTURBED: dict[int, dict] = {}
-
-
+@functools.cache
 def undisturbed(passes):
-    if passes not in UNDISTURBED:
-        UNDISTURBED[passes] = together(train, {}, "begin", passes)[0]
-    return UNDISTURBED[passes]
+    return together(train, {}, "begin", passes)[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow as hvd_of_tensorflow
-from spark_elastic.collective.fused import without_rows
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
 from tests.unit.worlds import together
 
@@ -120,38 +119,6 @@ def with_a_mask():
 def test_masked_rows_do_not_count():
     for errors in together(with_a_mask):
         assert max(errors) < 1e-4
-
-
-def with_stand_ins():
-    hvd.init()
-    return [with_a_stand_in(graph) for graph in (False, True)]
-
-
-def with_a_stand_in(graph):
-    model = build()
-    x, y = rows()
-
-    def step(x, y, share):
-        with tf.GradientTape() as tape:
-            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            loss = tf.reduce_mean(losses) * share
-        return tape.gradient(loss, model.trainable_variables)
-
-    run = tf.function(step) if graph else step
-    if hvd.rank():
-        with without_rows():
-            found = run(tf.constant(x[:1] * 1e3), tf.constant(y[:1]), tf.constant(0.0))
-    else:
-        found = run(tf.constant(x), tf.constant(y), tf.constant(1.0))
-    return [each.numpy().tolist() for each in found], [each.numpy().tolist() for each in model.non_trainable_variables]
-
-
-def test_substitute_rows_do_not_count(of_one_process):
-    for (real, running), (nothing, same) in zip(*together(with_stand_ins), strict=True):
-        assert distance(real, of_one_process[True][0]) < 3e-6
-        assert distance(running, of_one_process[True][1]) < 3e-6
-        assert running == same
-        assert max(np.abs(each).max() for each in nothing) == 0.0
 
 
 @keras.saving.register_keras_serializable("tests")

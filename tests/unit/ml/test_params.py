@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
-from spark_elastic.data.spark_python import modules_in
 from spark_elastic.errors import InvalidSettingsError
 
 
@@ -157,10 +155,3 @@ def test_error_of_a_constructor_shows_one_frame_of_this_package(settings: dict[s
         with pytest.raises(InvalidSettingsError) as caught:
             call(**settings)
         assert [each.path.name for each in caught.traceback[1:]] == ["params.py"]
-
-
-def test_modules_are_looked_for_without_pickling_the_values_of_a_model() -> None:
-    model = nn.Linear(1000, 1000)
-    pickled = ElasticTorchEstimator(model=model)._pickled([model, np.ones(10_000)])
-    assert len(pickled) < 5_000
-    assert "torch" in modules_in(pickled)

@@ -9,17 +9,6 @@ import sys
 from spark_elastic.task.worker_process import worker_environment
 from spark_elastic.wire.messages import LaunchSpec, modules_of
 
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 BOTH = """
 import numpy as np, tensorflow as tf, torch
 import spark_elastic.tensorflow as hvd
@@ -37,7 +26,8 @@ def test_both_work_in_one_process():
     env = worker_environment(_order(), {}, [], cores=1, accelerators=())
     threads = {name: env[name] for name in env if "THREADS" in name}
     assert threads == {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-    done = python(BOTH, **threads)
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **threads}
+    done = subprocess.run([sys.executable, "-c", BOTH], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     few, many = int(done.stdout), os.cpu_count() or 1
     assert few < 40 + many  # allows other threads of the libraries; a pool per core would exceed it on a large host
