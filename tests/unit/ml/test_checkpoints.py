@@ -40,7 +40,7 @@ def test_a_file_cut_off_anywhere_leaves_the_one_before_as_the_latest(checkpoints
     cut.unlink() if keep is None else cut.write_bytes(data[: int(len(data) * keep) if keep == 0.5 else keep])
     assert checkpoints.latest().step == 110
     assert [facts.step for facts in checkpoints.complete()] == [110]
-    with pytest.raises(CheckpointError, match=r"incomplete|damaged"):
+    with pytest.raises(CheckpointError):
         checkpoints.load("000000000120")
 
 
