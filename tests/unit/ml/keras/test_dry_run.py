@@ -82,7 +82,7 @@ OTHER = {"metrics": []}
         ({"transformation_fn": small}, DataError, r"(?s)expected .*6.*The tensors were: .*features_0 float64 \[4, 6\]"),
         ({"loss": "categorical_crossentropy", **OTHER}, DataError, r"(?s)shape.*label_0 int64 \[4\]"),
         ({"loss": trainings.cross_entropy(), "metrics": [Most()]}, InvalidSettingsError, "metric .*most"),
-        ({"metrics": [keras.metrics.Mean("lr")]}, InvalidSettingsError, "cannot be called 'lr'"),
+        ({"metrics": [keras.metrics.SparseCategoricalAccuracy("lr")]}, InvalidSettingsError, "cannot be called 'lr'"),
         ({"callbacks": [keras.callbacks.EarlyStopping("val_f1")]}, InvalidSettingsError, "monitors 'val_f1', and"),
         ({"callbacks": [keras.callbacks.EarlyStopping("label_sum")]}, InvalidSettingsError, "mode='max'"),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
