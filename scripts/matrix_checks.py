@@ -50,14 +50,16 @@ CHECKS = {
         ),
     ),
     "torch kill": Check(
-        "a fit loses an executor and ends with the result of an undisturbed one", (f"{_ML}/test_fit_with_kills.py",)
+        "a fit loses an executor and ends with the result of an undisturbed one",
+        (
+            f"{_ML}/test_every_moment.py::test_rank_0_and_its_executor_may_die_at",
+            f"{_ML}/test_every_moment.py::test_every_bit_of_an_exact_fit_is_that_without_the_kill",
+        ),
     ),
     "keras": Check(
         "`ElasticKerasEstimator` likewise",
         (
-            f"{_ML}/test_keras_estimator.py::"
-            "test_a_pipeline_learns_digits_as_well_as_keras_alone_and_is_saved_and_loaded_as_a_whole",
-            f"{_ML}/test_keras_estimator.py::test_a_saved_estimator_trains_as_the_one_that_was_saved",
+            f"{_ML}/test_estimator.py::test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole",
             f"{_ML}/test_keras_transform.py",
         ),
         needs=("torch", "keras", "tensorflow-cpu"),

@@ -271,3 +271,10 @@ class WorldDriver:
             peer.ready = None
         for peer in order:
             self._send(peer, "world", self.world, addresses)
+
+
+def together(function: Callable[..., Any], *args: Any, count: int = 2, left: int | None = None) -> list[Any]:
+    """Return the results of workers in one world that call the function; `left`: how many outlive it, not all."""
+    with WorldDriver(start_with=count) as driver:
+        driver.start(function, *args, count=count)
+        return driver.results(left or count)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.ml.callbacks import Callback, Run
 from tests.integration.processes import wait_until
 
 
@@ -47,17 +47,8 @@ class HoldingCallback(Callback):
         if event == self.event and run.step >= self.step and (self.everybody or run.rank == 0):
             self.hold.stand()
 
-    def on_fit_begin(self, run: Run) -> None:
-        self._at("on_fit_begin", run)
-
     def on_batch_end(self, run: Run) -> None:
         self._at("on_batch_end", run)
-
-    def on_validation_end(self, run: Run, logs: Logs) -> None:
-        self._at("on_validation_end", run)
-
-    def on_epoch_end(self, run: Run, logs: Logs) -> None:
-        self._at("on_epoch_end", run)
 
     def on_fit_end(self, run: Run) -> None:
         self._at("on_fit_end", run)

@@ -1,15 +1,13 @@
-"""A driver that fits with checkpoints under `run_id="one"`: python -m ... FOLDER NAME BEAT_S LEASE_S [SETTINGS].
+"""A driver that fits with checkpoints under `run_id="one"`: python -m ... FOLDER NAME.
 
 It ends after the epoch in which `FOLDER/finish-NAME` appears, and writes its outcome to `FOLDER/outcome-NAME`, JSON:
-`error` and `type` of what `fit` has raised, or `epochs`. SETTINGS is JSON: settings of the estimator, and `stop_at`, an
-operation of this process on a file of the run (see `stop_at`) before which it stops itself by SIGSTOP, once.
+`error` and `type` of what `fit` has raised, or `epochs`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +19,8 @@ from spark_elastic.ml import run_lease
 from spark_elastic.ml.callbacks import Callback, Logs, Run
 
 EPOCHS = 1_000_000
+BEAT_S, LEASE_S = 0.4, 2.4
+"""Seconds between heartbeats and of a lease, in the proportion of the real ones."""
 
 
 class Finish(Callback):
@@ -37,32 +37,16 @@ class Finish(Callback):
             run.stop("the file is there")
 
 
-def stop_at(event: str, text: str, folder: Path) -> None:
-    """Stop this process before its first operation of a kind (an audit event of Python) on a path with that text."""
-    stopped: list[bool] = []
-
-    def audit(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and not stopped and text in str(arguments[0]):
-            stopped.append(True)
-            (folder / "stopped").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    sys.addaudithook(audit)
-
-
 def main() -> None:
-    folder, name, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[5] if len(sys.argv) > 5 else "{}")
-    beat_s, lease_s = float(sys.argv[3]), float(sys.argv[4])
+    folder, name = Path(sys.argv[1]), sys.argv[2]
     # in proportion, so that a test need not pause for a minute and more
-    run_lease.WATCH_S *= beat_s / run_lease.BEAT_S
-    run_lease.BEAT_S, run_lease.LEASE_S = beat_s, lease_s
+    run_lease.WATCH_S *= BEAT_S / run_lease.BEAT_S
+    run_lease.BEAT_S, run_lease.LEASE_S = BEAT_S, LEASE_S
     import torch
 
     from spark_elastic import ElasticTorchEstimator, LocalLauncher
     from spark_elastic.data.dataset import pack
 
-    if stop := settings.pop("stop_at", None):
-        stop_at(*stop, folder)
     values = np.arange(40, dtype="<f4")
     rows = pack({"features_0": values.reshape(20, 2), "label_0": values[:20]}, folder / f"set-{name}")
     net = torch.nn.Linear(2, 1)
@@ -76,14 +60,11 @@ def main() -> None:
         num_proc=1,
         run_options={"launcher": LocalLauncher(preimport=("torch",))},
         verbose=0,
-        **{
-            "epochs": EPOCHS,
-            "checkpoint_dir": str(folder / "runs"),
-            "checkpoint_interval": 1,
-            "keep_checkpoints": 3,
-            "run_id": "one",
-            **settings,
-        },
+        epochs=EPOCHS,
+        checkpoint_dir=str(folder / "runs"),
+        checkpoint_interval=1,
+        keep_checkpoints=3,
+        run_id="one",
     )
     try:
         outcome: dict[str, Any] = {"epochs": len(estimator.from_dataset_path(rows).history)}

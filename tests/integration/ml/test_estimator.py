@@ -19,8 +19,7 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.catalog import delete_temporary
+from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -38,9 +37,9 @@ def accuracy() -> Any:
     return MulticlassClassificationEvaluator(metricName="accuracy")
 
 
-def digit_net(width: int = 32) -> nn.Module:
+def digit_net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 def adam(params: Any) -> Any:
@@ -48,18 +47,18 @@ def adam(params: Any) -> Any:
 
 
 def digit_settings(**changes: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "model": digit_net(),
-        "optimizer": adam,
-        "loss": nn.CrossEntropyLoss(),
-        "feature_cols": ["pixels"],
-        "label_cols": ["label"],
-        "batch_size": 64,
-        "epochs": 8,
-        "verbose": 0,
-        **changes,
-    }
-    return {name: value for name, value in made.items() if value is not None}
+    common = {"feature_cols": ["pixels"], "label_cols": ["label"], "batch_size": 64, "epochs": 8, "verbose": 0}
+    return {"model": digit_net(), "optimizer": adam, "loss": nn.CrossEntropyLoss(), **common, **changes}
+
+
+def keras_digit_estimator() -> Any:
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("tensorflow")
+    layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10, activation="softmax")]
+    net = keras.Sequential([keras.Input((64,)), *layers])
+    net.compile(keras.optimizers.Adam(5e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    common = {"feature_cols": ["pixels"], "label_cols": ["label"], "batch_size": 64, "epochs": 8, "verbose": 0}
+    return ElasticKerasEstimator(model=net, num_proc=2, validation=0.1, **common)
 
 
 def prepared(df: Any) -> Any:
@@ -68,12 +67,17 @@ def prepared(df: Any) -> Any:
     )
 
 
-def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(digits: Any, tmp_path: Path) -> None:
+def digit_estimator() -> Any:
+    return ElasticTorchEstimator(**digit_settings(num_proc=2, validation=0.1, output_type="vector"))
+
+
+@pytest.mark.parametrize("make", [digit_estimator, keras_digit_estimator], ids=["torch", "keras"])
+def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, digits: Any, tmp_path: Path) -> None:
     train, test = digits
     stages = [
         VectorAssembler(inputCols=PIXELS, outputCol="pixels"),
         StringIndexer(inputCol="digit", outputCol="label"),
-        ElasticTorchEstimator(**digit_settings(num_proc=2, validation=0.1, output_type="vector")),
+        make(),
     ]
     model = Pipeline(stages=stages).fit(train)
     trained = model.stages[-1]
@@ -138,46 +142,6 @@ def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_pat
     assert "store, run_options['env'], run_options['output_dir'] of the HereEstimator" in caplog.text
 
 
-def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: Any) -> None:
-    df = prepared(digits[0]).withColumn("half", F.col("p20") > 0.5).withColumn("w", F.col("p20") + 0.01).cache()
-
-    def trained(**changes: Any) -> Any:
-        made = HereEstimator(**digit_settings(epochs=1, **changes))
-        return made, weights_of(made.fit(df))
-
-    _, plain = trained()
-    few = PIXELS[:32]
-    narrow = nn.Linear(32, 10)
-    for changes in (
-        {"label_cols": ["half"], "model": nn.Linear(64, 1), "loss": nn.BCEWithLogitsLoss()},
-        {"feature_cols": few, "model": narrow},
-        {"sample_weight_col": "w"},
-        {"validation": 0.3},
-        {"validation": "half"},
-    ):
-        made, weights = trained(**changes)
-        assert weights != plain
-        if changes.get("validation") == "half":
-            assert made.training.dataset.rows("validation") == df.where("half").count()
-
-
-def test_rows_outlive_their_fit_with_dataset_id_or_keep_dataset_only(digits: Any, tmp_path: Path) -> None:
-    df = digits[0].withColumn("label", F.substring("digit", 7, 1).cast("double"))
-
-    def written(**changes: Any) -> Any:
-        made = HereEstimator(**digit_settings(feature_cols=PIXELS, epochs=1, store=str(tmp_path), **changes))
-        made.fit(df)
-        return made.training.dataset.store
-
-    first, named, kept = written(), written(dataset_id="digits"), written(keep_dataset=True)
-    assert named.url.endswith("digits")
-    manifest = named.read_bytes("manifest.json")
-    assert written(dataset_id="digits").url == named.url
-    assert named.read_bytes("manifest.json") == manifest
-    delete_temporary()  # what happens when the process ends
-    assert [store.exists("manifest.json") for store in (first, named, kept)] == [False, True, True]
-
-
 def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     df = prepared(digits[0])
     estimator = HereEstimator(**digit_settings(epochs=1))
@@ -186,30 +150,7 @@ def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     assert [len(model.history) for model in models] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("change", "changes", "said"),
-    [
-        (lambda df: df.drop("label"), {}, "label_cols 'label' is not a column"),
-        (lambda df: df.withColumn("label", F.lit("x")), {}, "label_cols 'label' is string.* StringIndexer"),
-        (lambda df: df.withColumn("label", F.when(F.col("p20") < 0.5, 1)), {}, "column 'label': .* null"),
-        (lambda df: df.withColumn("label", F.col("label") + 0.5), {}, "column 'label': .* numbers such as .*5"),
-        (lambda df: df.where("p0 > 9"), {}, "no rows"),
-        (lambda df: df.withColumn("p1", F.lit(float("nan"))), {"feature_cols": PIXELS}, "column 'p1': .* NaN"),
-        (lambda df: df, {"sample_weight_col": "digit"}, "weights must be numbers"),
-        (lambda df: df, {"validation": "p1"}, "must be boolean"),
-        (lambda df: df, {"input_shapes": [(7, 7)]}, "64 values"),
-    ],
-)
-def test_rows_that_cannot_be_trained_on_are_named_before_any_worker_starts(
-    change: Any, changes: dict[str, Any], said: str, digits: Any
-) -> None:
-    estimator = HereEstimator(**digit_settings(**changes))
-    with pytest.raises(DataError, match=f"(?s){said}"):
-        estimator.fit(change(prepared(digits[0])))
-    assert not hasattr(estimator, "training")
-
-
-def test_integers_reach_the_model_as_they_are_or_are_refused_when_rows_are_written(spark: Any, tmp_path: Path) -> None:
+def test_integers_reach_the_model_as_they_are_or_are_refused(spark: Any, tmp_path: Path) -> None:
     rows = [(20_000_001 + index, 2**40 + index, float(index)) for index in range(8)]
     df = spark.createDataFrame(rows, "user long, item long, price double").withColumn("label", F.col("price"))
     made = HereEstimator(
@@ -241,12 +182,6 @@ def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
     assert len(estimator.fit(df).history) == 1
 
 
-def test_a_streaming_dataframe_is_refused(spark: Any) -> None:
-    stream = spark.readStream.format("rate").load().withColumn("label", F.lit(1))
-    with pytest.raises(DataError, match="streaming"):
-        HereEstimator(**digit_settings(feature_cols=["value"])).fit(stream)
-
-
 def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:
     df = prepared(digits[0])
     estimator = ElasticTorchEstimator(
@@ -272,23 +207,18 @@ def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any
     assert spark.range(10).count() == 10
 
 
-DIES = """
+ENDLESS = """
 import sys
-from tests.integration.ml.test_estimator import endless
-endless(sys.argv[1], sys.argv[2])
+from tests.unit.ml.torch.estimators import estimator
+estimator(epochs=10**6, checkpoint_dir=sys.argv[2], run_id="a").from_dataset_path(sys.argv[1])
 """
-
-
-def endless(dataset: str, folder: str) -> None:
-    """What the process does that is killed: far more epochs than it will live for."""
-    small_estimator(epochs=10**6, checkpoint_dir=folder, run_id="a").from_dataset_path(dataset)
 
 
 def test_a_fit_whose_driver_was_killed_goes_on_under_its_run_id(tmp_path: Path) -> None:
     dataset = make_set(tmp_path / "set")
     runs = tmp_path / "runs"
     driver = subprocess.Popen(
-        [sys.executable, "-c", DIES, str(tmp_path / "set"), str(runs)],
+        [sys.executable, "-c", ENDLESS, str(tmp_path / "set"), str(runs)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from spark_elastic.ml.callbacks import EarlyStopping  # noqa: E402
 from spark_elastic.ml.model import Fitted  # noqa: E402
 from spark_elastic.ml.persistence import trusted_files  # noqa: E402
 from spark_elastic.reporting.history import History  # noqa: E402
-from tests.integration.ml.layers import Doubled, Logged  # noqa: E402
+from tests.integration.ml.layers import Doubled, Summed  # noqa: E402
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
-WORD = TensorField("features_1", ("word",), "<i8", ())
 NUMBER = OutputShape("<f4", ())
 
 
@@ -54,14 +52,7 @@ def rows(spark: Any) -> Any:
     return spark.createDataFrame(made, ["id", "a", "v", "word"]).repartition(3).cache()
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model that adds its inputs up, and the file in which it is told who has loaded it."""
-    log = tmp_path_factory.mktemp("log") / "log"
-    return model_of(net(Logged(str(log))), [JOINED], NUMBER), log
-
-
-def test_outputs_are_what_the_model_gives_and_probabilities_are_taken_as_they_are(rows: Any) -> None:
+def test_outputs_and_probabilities_are_what_the_model_gives(rows: Any) -> None:
     native = two_inputs()
     # The inputs of a dict are in the order of their names: word, x.
     inputs = [TensorField("features_0", ("word",), "<i8", ()), TensorField("features_1", ("a", "v"), "<f4", (3,))]
@@ -86,59 +77,41 @@ def test_outputs_are_what_the_model_gives_and_probabilities_are_taken_as_they_ar
     assert np.allclose([row.probability.toArray() for row in found], kind, atol=1e-6)
 
 
-def test_a_model_is_loaded_once_by_each_worker_process_for_all_batches_of_all_sizes(rows: Any, logged: Any) -> None:
-    model, log = logged
-    before = log.read_text().split()
-    for size in (3, 7, 4096):
-        made = model.copy({model.transform_batch_size: size}).transform(rows).collect()
-        assert all(row.output == pytest.approx(row.a + 1 + row.id, rel=1e-5) for row in made)
-        assert all(row.prediction == pytest.approx(row.output) for row in made)
-    pids = [pid for pid in log.read_text().split()[len(before) :] if pid != str(os.getpid())]
-    assert 1 <= len(pids) <= 3
-    assert len(pids) == len(set(pids)), "each of them once"
-
-
-def test_a_layer_that_is_registered_nowhere_reaches_the_executors(rows: Any) -> None:
+def test_own_layers_inference_fn_and_threads_reach_the_executors(rows: Any) -> None:
     class Here(Doubled):
-        """By value, as those of a notebook are."""
+        """Registered nowhere, and sent by value, as those of a notebook are."""
 
-    model = model_of(net(Here()), [JOINED], OutputShape("<f4", (3,)))
-    assert all(row.output[0] == pytest.approx(2 * row.a) for row in model.transform(rows).collect())
-
-
-def test_inference_fn_and_the_number_of_threads_reach_the_executors(rows: Any) -> None:
     def tenfold(features: dict[str, Any]) -> dict[str, Any]:
         import tensorflow as tf
 
         assert tf.config.threading.get_intra_op_parallelism_threads() == 1
         return {"features_0": features["features_0"] * 10}
 
-    model = model_of(net(keras.layers.Lambda(lambda x: x[:, 0])), [JOINED], NUMBER, inference_fn=tenfold)
-    assert all(row.output == pytest.approx(10 * row.a) for row in model.transform(rows).collect())
+    model = model_of(net(Here()), [JOINED], OutputShape("<f4", (3,)), inference_fn=tenfold)
+    assert all(row.output[0] == pytest.approx(20 * row.a) for row in model.transform(rows).collect())
 
 
 # --- saving -------------------------------------------------------------------------------------
 
 
-def plain(**settings: Any) -> Any:
+def test_a_saved_model_gives_the_same_and_a_damaged_one_is_an_error_of_ours(rows: Any, tmp_path: Path) -> None:
     layers = keras.layers
-    return model_of(net(layers.Dense(4), layers.BatchNormalization()), [JOINED], OutputShape("<f4", (4,)), **settings)
-
-
-def test_a_saved_model_comes_back_with_settings_history_and_events_and_gives_the_same(
-    rows: Any, tmp_path: Path
-) -> None:
-    model = plain(prediction_col="class", prediction="argmax", transform_batch_size=7)
+    made = net(layers.Dense(4), layers.BatchNormalization())
+    model = model_of(made, [JOINED], OutputShape("<f4", (4,)), prediction_col="class", prediction="argmax")
     model.save(str(tmp_path / "model"))
     loaded = ElasticKerasModel.load(str(tmp_path / "model"))
-    assert loaded.uid == model.uid
-    assert (loaded.getPredictionCol(), loaded.getTransformBatchSize()) == ("class", 7)
+    assert (loaded.uid, loaded.getPredictionCol()) == (model.uid, "class")
     assert (loaded.history, loaded.events) == (model.history, model.events)
     x = np.ones((2, 3), np.float32)
     assert np.array_equal(loaded.keras_model(x), model.keras_model(x))
     assert sorted(loaded.transform(rows).collect()) == sorted(model.transform(rows).collect())
-    with pytest.raises(CheckpointError, match="exists; save to another path"):
-        model.save(str(tmp_path / "model"))
+    archive = tmp_path / "model" / "data" / "model.keras"
+    archive.write_bytes(archive.read_bytes()[:-100])
+    (archive.parent / ".model.keras.crc").unlink()
+    with pytest.raises(CheckpointError, match=r"is damaged: data.model.keras has"):
+        ElasticKerasModel.load(str(tmp_path / "model"))
+    with pytest.raises(InvalidSettingsError, match="has no keras_model"):
+        ElasticKerasModel().keras_model  # noqa: B018
 
 
 def test_classes_of_ones_own_need_trust_or_to_be_given_or_registered(spark: Any, tmp_path: Path) -> None:
@@ -155,7 +128,7 @@ def test_classes_of_ones_own_need_trust_or_to_be_given_or_registered(spark: Any,
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*\(it needs Doubled\)"):
         ElasticKerasModel.load(alone, custom_objects={"Other": Doubled})
     registered = str(tmp_path / "registered")
-    model_of(net(Logged("/dev/null")), [JOINED], NUMBER).save(registered)
+    model_of(net(Summed()), [JOINED], NUMBER).save(registered)
     assert ElasticKerasModel.load(registered).keras_model(x)[0] == 3
 
 
@@ -171,20 +144,6 @@ def test_a_lambda_is_code_and_needs_trust(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?i)model.keras cannot be loaded: .*lambda"):
         ElasticKerasModel.load(path)  # whatever it says of itself
     assert ElasticKerasModel.load(path, trusted=True).keras_model(x)[0, 0] == 2
-
-
-def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        ElasticKerasModel.load(str(tmp_path / "none"))
-    with pytest.raises(InvalidSettingsError, match="has no keras_model"):
-        ElasticKerasModel().keras_model  # noqa: B018
-    plain().save(str(tmp_path / "model"))
-    archive = tmp_path / "model" / "data" / "model.keras"
-    whole = archive.read_bytes()
-    archive.write_bytes(whole[:-100])
-    (archive.parent / ".model.keras.crc").unlink()
-    with pytest.raises(CheckpointError, match=r"is damaged: data.model.keras has"):
-        ElasticKerasModel.load(str(tmp_path / "model"))
 
 
 def test_a_saved_estimator_comes_back_with_a_model_that_is_compiled_as_it_was(spark: Any, tmp_path: Path) -> None:

@@ -9,6 +9,25 @@ import sys
 import pytest
 
 TORCH_WORLD = """
+def gradients(norm, mine):
+    import keras, numpy as np, torch
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(6), norm(), layers.Dense(3)])
+    x = np.random.default_rng(2).normal(size=(8, 4)).astype("float32") * 3 + 5
+    y = torch.arange(8)[mine] % 3
+    torch.nn.functional.cross_entropy(model(x[mine], training=True), y, reduction="sum").div(8).backward()
+    return [v.value.grad for v in model.trainable_variables]
+
+def synchronised(norm):
+    import keras, torch
+    import spark_elastic.keras as hvd
+    import spark_elastic.torch as on_torch
+    mine = [slice(0, 5), slice(5, 7), slice(7, 8)][hvd.rank()]
+    found = [on_torch.allreduce(grad, op=hvd.Sum) for grad in gradients(norm, mine)]
+    expected = gradients(keras.layers.BatchNormalization, slice(0, 8))
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected))
+
 def train(dies):
     # imported here, so that the fork server alone imports them, and not the program that starts it as well
     import keras, numpy as np
@@ -17,6 +36,8 @@ def train(dies):
     from tests.unit.world_link import die, link
 
     hvd.init()
+    assert synchronised(hvd.SyncBatchNormalization)
+    assert not synchronised(keras.layers.BatchNormalization)
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(6), keras.layers.BatchNormalization(),
                               keras.layers.Dropout(0.1), keras.layers.Dense(3)])
@@ -48,7 +69,7 @@ def in_a_process(code, backend, **more):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_keras_on_torch_survives_the_loss_of_a_worker_with_the_same_callbacks(tmp_path):
+def test_keras_on_torch_survives_a_loss_and_synchronises_batch_statistics(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """
 import torch_world
@@ -72,8 +93,3 @@ def test_unsupported_backend_is_reported_before_keras_imports_it(backend):
     done = in_a_process("import spark_elastic.keras", backend)
     assert f"UsageError: Keras is set to the {backend} backend" in done.stderr
     assert "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch" in done.stderr
-
-
-def test_without_keras_the_error_names_the_extra_to_install():
-    done = in_a_process("import sys; sys.modules['keras'] = None; import spark_elastic.keras", "tensorflow")
-    assert 'pip install "spark-elastic[tensorflow]"' in done.stderr

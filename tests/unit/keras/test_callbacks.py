@@ -7,7 +7,8 @@ import pytest
 
 import spark_elastic.keras as hvd
 from spark_elastic.errors import UsageError
-from tests.unit.keras.test_keras_state import CLASSES, build_model, compiled, rows, together
+from tests.unit.keras.test_keras_state import CLASSES, build_model, compiled, rows
+from tests.unit.worlds import together
 
 RATE = 0.4
 

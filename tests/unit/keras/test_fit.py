@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
-from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.keras.test_keras_state import CLASSES, Plain, together
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.keras.test_keras_state import CLASSES
+from tests.unit.world_link import die, link
+from tests.unit.worlds import together
 
 ROWS, BATCH, FEATURES = 90, 9, 5
 EPOCHS = 2
@@ -76,14 +77,10 @@ class Ends(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.batches, self.epochs, self.logs = 0, [], []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches += 1
+        self.epochs = []
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs.append(epoch)
-        self.logs.append(dict(logs))
 
 
 def dies_at_reduction(number):
@@ -99,25 +96,23 @@ def dies_at_reduction(number):
     FusedReduction.__call__ = reduce
 
 
-def train(dies, where="begin", passes=1, compile_options=None, **state_options):
+def train(dies, where="begin", passes=1, compile_options=None):
     """Workers in `dies` kill themselves at (epoch, batch)."""
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.05, momentum=0.9), backward_passes_per_step=passes, average_aggregated_gradients=True
     )
     model = compiled(build(), optimizer, **(compile_options or {}))
-    state = KerasState(model, batch=0, epoch=0, **state_options)
+    state = KerasState(model, batch=0, epoch=0)
     dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
     ends = Ends()
     mine = dies.get(link().worker)
     if where == "reduction" and mine is not None:
         dies_at_reduction(mine)
     actions = {mine: die} if where != "reduction" else {}
-    entered = []
 
     @hvd.elastic.run
     def loop(state):
-        entered.append((state.epoch, state.batch, state.progress, int(optimizer.iterations)))
         average = hvd.callbacks.MetricAverageCallback()
         callbacks = [At(state, actions, where), average, ElasticCallback(state), ends]
         return model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -129,9 +124,7 @@ def train(dies, where="begin", passes=1, compile_options=None, **state_options):
         "progress": state.progress,
         "iterations": int(optimizer.iterations),
         "place": (state.epoch, state.batch),
-        "entered": entered,
         "epochs": ends.epochs,
-        "batches": ends.batches,
         "calls": int(noting.calls),
         "seen": keras.ops.convert_to_numpy(noting.seen).tolist(),
         "model": [keras.ops.convert_to_numpy(v).astype("float64").sum() for v in model.trainable_variables],
@@ -169,13 +162,9 @@ def test_in_a_world_of_one_it_is_plain_training(alone):
     assert not np.any(keras.ops.convert_to_numpy(ours.get_layer("noting").seen) - EPOCHS)
 
 
-UNDISTURBED: dict[int, dict] = {}
-
-
+@functools.cache
 def undisturbed(passes):
-    if passes not in UNDISTURBED:
-        UNDISTURBED[passes] = together(train, {}, "begin", passes)[0]
-    return UNDISTURBED[passes]
+    return together(train, {}, "begin", passes)[0]
 
 
 @pytest.mark.parametrize(
@@ -194,9 +183,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     At the end of an epoch the others are in the collective that averages the metrics.
     """
     at = {"begin": (0, 5), "reduction": 7, "epoch": (0, STEPS // EPOCHS)}[where]
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {2: at}, where, passes, options, count=3)
-        results = driver.results(2)
+    results = together(train, {2: at}, where, passes, options, count=3, left=2)
     check(results, 2, STEPS // passes)
     for result in results:
         assert max(result["seen"]) <= EPOCHS
@@ -205,108 +192,12 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
 
 
-class Two(keras.Model):
-    """Two optimizers of its own, one for each layer; `compile` adds one that is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
-        self.own = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)) for _ in self.parts]
-
-    def build(self, shape):
-        for part, optimizer in zip(self.parts, self.own, strict=True):
-            part.build(shape)
-            optimizer.build(part.trainable_variables)
-        self.built = True
-
-    def call(self, inputs):
-        return self.parts[0](inputs) + self.parts[1](inputs)
-
-    def train_step(self, data):
-        import tensorflow as tf
-
-        x, y = data
-        for part, optimizer in zip(self.parts, self.own, strict=True):
-            with tf.GradientTape() as tape:
-                value = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, part(x), from_logits=True))
-            optimizer.apply(tape.gradient(value, part.trainable_variables), part.trainable_variables)
-        return {"loss": value}
-
-
-def train_two(dies):
-    hvd.init()
-    keras.utils.set_random_seed(hvd.rank())
-    model = Two()
-    model.build((None, FEATURES))
-    model.compile(steps_per_execution=4)
-    state = KerasState(model, one=model.own[0], other=model.own[1], batch=0, epoch=0)
-    x, y = data()
-    dataset = ElasticDataset(x / ROWS, y, state=state, batch_size=BATCH)
-    if link().worker in dies:
-        dies_at_reduction(dies[link().worker])
-
-    @hvd.elastic.run
-    def loop(state):
-        callbacks = [ElasticCallback(state)]
-        model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-
-    loop(state)
-    return [int(own.iterations) for own in model.own], [float(v.numpy().sum()) for v in model.trainable_variables]
-
-
-def test_a_model_with_two_optimizers_resumes_after_the_last_batch_that_both_have_stepped_for():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_two, {2: 2 * 6 + 1}, count=3)  # in the second execution of four batches
-        one, other = driver.results(2)
-    undisturbed = together(train_two, {})[0]
-    assert one == other
-    assert one[0] == [STEPS, STEPS]
-    assert one[1] == pytest.approx(undisturbed[1], abs=1e-5)
-
-
 def test_rank_0_may_die_and_another_after_it():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {1: (0, 3), 2: (1, 7)}, count=3)
-        (result,) = driver.results(1)
+    (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)
 
 
-def grow(want, model_kind):
-    hvd.init()
-    first = hvd.size()
-    if model_kind == "unbuilt":
-        model = compiled(Plain(), hvd.DistributedOptimizer("adam"))
-    else:
-        model = compiled(build(batch_norm=True), hvd.DistributedOptimizer("adam"))
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    seen = []
-
-    class Epochs(keras.callbacks.Callback):
-        left = 2
-
-        def on_epoch_begin(self, epoch, logs=None):
-            seen.append((epoch, state.epoch, state.batch))
-
-        def on_train_batch_end(self, batch, logs=None):
-            tell("step", (state.epoch, hvd.size()))
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.left -= hvd.size() == want
-            self.model.stop_training = not self.left
-
-    @hvd.elastic.run
-    def loop(state):
-        model.fit(dataset, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=[Epochs(), callback])
-
-    callback = ElasticCallback(state)
-    loop(state)
-    owners = (model, model.optimizer)
-    numbers = [keras.ops.convert_to_numpy(v).astype("float64").sum() for o in owners for v in o.variables]
-    return {"numbers": numbers, "seen": seen, "progress": state.progress, "epoch": state.epoch, "first": first}
-
-
-def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values_before_it_joins(alone):
+def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values(alone):
     model = build(seed=1)
     state = KerasState(model, batch=0, epoch=0)
     compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)))
@@ -352,58 +243,3 @@ def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, 
     loop(state)
     assert len(traced) == at_once
     assert int(model.optimizer.iterations) == ROWS // BATCH
-
-
-@pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
-def test_a_newcomer_joins_during_an_epoch_and_sees_its_number(model_kind):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(grow, 3, model_kind, count=2)
-        driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
-        driver.start(grow, 3, model_kind)
-        results = driver.results(3)
-        assert len(driver.worlds) == 2
-    for result in results:
-        assert result["progress"] == results[0]["progress"]
-        assert result["epoch"] == results[0]["epoch"]
-        if model_kind == "unbuilt":
-            assert result["numbers"] == results[0]["numbers"]
-    newcomer = results[2]["seen"]
-    assert newcomer[0][0] >= 2
-    assert all(epoch == known for epoch, known, _ in newcomer)
-    assert [entry[0] for entry in results[0]["seen"]][-len(newcomer) :] == [entry[0] for entry in newcomer]
-
-
-def test_callbacks_see_each_batch_end_once_and_the_epochs_metrics_are_those_of_all_its_rows(alone):
-    model = compiled(build())
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    ends = Ends()
-    left = []
-
-    class Leaves(keras.callbacks.Callback):
-        """The world is about to change, after the fourth batch."""
-
-        def on_train_batch_end(self, batch, logs=None):
-            if state.batch == 4 and not left:
-                left.append(batch)
-                state.leave_if_updated = leave
-
-    def leave():
-        del state.leave_if_updated
-        raise HostsUpdatedInterrupt
-
-    counts = []
-
-    @hvd.elastic.run
-    def loop(state):
-        callbacks = [ElasticCallback(state), Leaves(), ends]
-        history = model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-        counts.append(float(model.metrics[0].count))
-        return history
-
-    history = loop(state)
-    assert left == [3]
-    assert ends.batches == STEPS
-    assert ends.epochs == [0, 1]
-    assert counts == [ROWS]
-    assert history.history["loss"] == [entry["loss"] for entry in ends.logs]

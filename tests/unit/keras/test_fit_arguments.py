@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
+from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from spark_elastic.keras.elastic.batches import deal
 from tests.unit.keras.test_backends import in_a_process
-from tests.unit.keras.test_keras_state import together
 from tests.unit.world_link import die, link
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, BATCH, FEATURES, CLASSES = 30, 10, 4, 3
 WEIGHTS = {0: 3.0, 2: 0.25}
@@ -35,6 +36,13 @@ def build(one_hot=False, distributed=True):
         hvd.DistributedOptimizer(optimizer) if distributed else optimizer, loss, weighted_metrics=["accuracy"]
     )
     return model
+
+
+def ready():
+    """Return a model, its state, and a dataset of that."""
+    model = build()
+    state = KerasState(model, batch=0, epoch=0)
+    return model, state, ElasticDataset(*data(), state=state, batch_size=BATCH)
 
 
 def elastic(row_weights=None, one_hot=False, shuffled=False, **arguments):
@@ -107,7 +115,7 @@ def test_class_weight_does_not_depend_on_the_number_of_workers():
         np.testing.assert_allclose(found[0], one[0], rtol=1e-5, atol=1e-6)
 
 
-def test_class_weight_needs_the_targets_of_one_output(alone):
+def test_weights_need_the_targets_of_one_output(alone):
     model = build()
     state = KerasState(model, batch=0, epoch=0)
     x, y = data()
@@ -117,26 +125,21 @@ def test_class_weight_needs_the_targets_of_one_output(alone):
     ):
         with pytest.raises(UsageError, match="targets of one output"):
             model.fit(dataset, class_weight=WEIGHTS, verbose=0)
+    with pytest.raises(UsageError, match="without y"):
+        ElasticDataset(x, sample_weight=np.ones(ROWS), state=state)
 
 
 ON_TORCH = """
 from tests.unit.keras import test_fit_arguments as tests
-import keras, numpy as np
+import keras
 import spark_elastic.keras as hvd
 assert keras.backend.backend() == "torch"
 hvd.init()
 tests.same(tests.elastic(class_weight=tests.WEIGHTS), tests.plain(class_weight=tests.WEIGHTS))
-for arguments in ({"sample_weight": np.ones(30)}, {"shuffle": False}, {"steps_per_epoch": 2}):
-    try:
-        tests.elastic(shuffled=True, **arguments)
-    except tests.UsageError as error:
-        assert next(iter(arguments)) in str(error)
-    else:
-        raise AssertionError(arguments)
 """
 
 
-def test_on_torch_it_is_the_same():
+def test_class_weight_on_torch_is_the_same():
     done = in_a_process(ON_TORCH, "torch")
     assert done.returncode == 0, done.stderr
 
@@ -157,27 +160,14 @@ def test_argument_that_keras_would_ignore_is_refused(alone, arguments, names):
         elastic(shuffled=True, **arguments)
 
 
-def test_keras_refuses_to_split_a_dataset(alone):
-    with pytest.raises(ValueError, match="validation_split"):
-        elastic(validation_split=0.2)
-
-
 def test_arguments_that_say_what_the_dataset_says_are_accepted(alone):
     same(elastic(batch_size=BATCH, shuffle=False, steps_per_epoch=ROWS // BATCH), plain())
 
 
-def test_sample_weight_without_targets_is_refused(alone):
-    state = KerasState(build(), batch=0, epoch=0)
-    with pytest.raises(UsageError, match="without y"):
-        ElasticDataset(data()[0], sample_weight=np.ones(ROWS), state=state)
-
-
 def test_validation_has_its_epochs_after_a_resume_too(alone):
     """`validation_freq` counts the epochs of the state, because of `initial_epoch=state.epoch`."""
-    model = build()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    validated, steps = [], []
+    model, state, dataset = ready()
+    validated, steps, counted = [], [], []
 
     class Notes(keras.callbacks.Callback):
         def on_test_begin(self, logs=None):
@@ -185,8 +175,11 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
 
         def on_train_batch_end(self, batch, logs=None):
             steps.append((state.epoch, state.batch))
-            if len(steps) == 5:  # in the middle of the second epoch
+            if len(steps) == 8:  # in the middle of the third epoch
                 raise HostsUpdatedInterrupt
+
+        def on_epoch_end(self, epoch, logs=None):
+            counted.append(float(model.metrics[0].count))
 
     @hvd.elastic.run
     def loop(state):
@@ -203,6 +196,7 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
 
     loop(state)
     assert validated == [1, 3, 5]
+    assert counted[2] == ROWS, "the metrics of the epoch that was left are those of all its rows"
     assert steps == [(epoch, batch) for epoch in range(6) for batch in (1, 2, 3)]
 
 
@@ -210,15 +204,12 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
     ("arguments", "until"),
     [
         (lambda epoch: {"epochs": 3, "initial_epoch": epoch}, 3),
-        (lambda epoch: {"epochs": 3 - epoch}, 3),
         (lambda epoch: {"epochs": 3}, 4),
     ],
-    ids=["initial_epoch", "fewer epochs", "neither"],
+    ids=["initial_epoch", "neither"],
 )
 def test_fit_that_would_train_more_epochs_after_a_change_of_the_world_warns(alone, arguments, until, caplog):
-    model = build()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     left = []
 
     class Leaves(keras.callbacks.Callback):
@@ -244,7 +235,7 @@ def test_fit_that_would_train_more_epochs_after_a_change_of_the_world_warns(alon
 
 
 @pytest.mark.parametrize("beside", ["dataset", "tuple"])
-def test_elastic_dataset_as_validation_data_is_refused_before_the_first_step(alone, beside):
+def test_elastic_dataset_is_refused_as_other_data_than_that_of_fit(alone, beside):
     """Its rows would be dealt as those of the state's epoch that are left: none, behind the last batch."""
     model = build()
     state = KerasState(model, batch=0, epoch=0)
@@ -261,30 +252,18 @@ def test_elastic_dataset_as_validation_data_is_refused_before_the_first_step(alo
     np.testing.assert_array_equal(before[0], weights_of(model)[0])
     with pytest.raises(UsageError, match="validation_data"):
         model.fit(*data(), validation_data=validate, verbose=0)
-
-
-def test_elastic_dataset_is_refused_outside_of_fit(alone):
-    model = build()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
     with pytest.raises(UsageError, match=r"model\.evaluate"):
-        model.evaluate(dataset, verbose=0)
+        model.evaluate(validate, verbose=0)
     with pytest.raises(UsageError, match=r"model\.predict"):
-        model.predict(dataset, verbose=0)
+        model.predict(validate, verbose=0)
 
 
-@pytest.mark.parametrize("kind", ["arrays", "tf.data"])
-def test_validation_on_other_data_leaves_the_progress_alone(alone, kind):
-    model = build()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+def test_validation_on_other_data_leaves_the_progress_alone(alone):
+    import tensorflow as tf
+
+    model, state, dataset = ready()
     x, y = (part[:7] for part in data())
-    if kind == "arrays":
-        given = x, y
-    else:
-        import tensorflow as tf
-
-        given = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    given = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
     history = model.fit(dataset, epochs=2, validation_data=given, callbacks=[ElasticCallback(state)], verbose=0)
     assert (state.epoch, state.batch) == (2, 0)
     assert history.history["val_loss"][-1] == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-5)
@@ -337,8 +316,24 @@ def train_two_phases(dies):
 def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
     quiet = together(train_two_phases, {}, count=3)
     assert quiet[0][0] == [2] * (FEW + MANY)
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3)
-        (survivor,) = driver.results(1)
+    (survivor,) = together(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3, left=1)
     assert survivor[2] == quiet[0][2] == 2 * (FEW + MANY) // 4
     np.testing.assert_allclose(survivor[1][0], quiet[0][1][0], rtol=1e-4)
+
+
+# --- which rows a member takes, and their tensors -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "batches", "size"), [(90, 10, 3), (7, 7, 3), (11, 3, 5), (64, 1, 1), (5, 2, 4)])
+def test_members_share_each_batch_and_each_has_a_row(rows, batches, size):
+    order = EpochOrder(rows, 3, 1)
+    whole = order[np.arange(rows)]
+    members = [deal(order, range(batches), batches, rank, size) for rank in range(size)]
+    for number in range(batches):
+        part = whole[number * rows // batches : (number + 1) * rows // batches].tolist()
+        taken = [shares[number].tolist() for shares in members]
+        assert all(taken)
+        assert {row for each in taken for row in each} == set(part)
+        if len(part) >= size:
+            assert sorted(row for each in taken for row in each) == sorted(part)
+            assert taken == [part[rank::size] for rank in range(size)]

@@ -13,8 +13,9 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
+from tests.unit.keras.test_keras_state import Plain, numbers
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 EPOCHS, PATIENCE = 20, 4
 BATCHES = 10
@@ -24,6 +25,13 @@ def small():
     keras.utils.set_random_seed(7)
     layers = [keras.layers.Input((5,)), keras.layers.Dense(3)]
     return compiled(keras.Sequential(layers), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+
+
+def ready(model=None):
+    """Return a model, its state, and a dataset of that."""
+    model = model or small()
+    state = KerasState(model, batch=0, epoch=0)
+    return model, state, ElasticDataset(*data(), state=state, batch_size=BATCH)
 
 
 class Losses(keras.callbacks.Callback):
@@ -49,9 +57,7 @@ class Flat(keras.callbacks.Callback):
 
 def train(folder, dies, made_anew, phase="begin", where="first"):
     hvd.init()
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     mine = dies.get(link().worker)
     file = Path(folder, "log.csv")
 
@@ -106,31 +112,26 @@ def check(results):
         assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
 
 
-@pytest.mark.parametrize("made_anew", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "where", "at"),
+    ("phase", "where", "at", "made_anew"),
     [
-        ("begin", "first", (3, 4)),  # in the middle of an epoch
-        ("epoch", "first", (2, BATCHES)),  # the others wait in MetricAverageCallback, one has had callbacks before it
-        ("epoch", "last", (3, 0)),  # they have begun the next epoch
+        ("begin", "first", (3, 4), True),  # in the middle of an epoch
+        # the others wait in MetricAverageCallback, one has had callbacks before it
+        ("epoch", "first", (2, BATCHES), False),
+        ("epoch", "last", (3, 0), True),  # they have begun the next epoch
     ],
 )
 def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3)
-        results = driver.results(2)
+    results = together(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3, left=2)
     check(results)
     written = rows_of(tmp_path / "log.csv")
     # the end of an epoch that was done again has its row twice
     assert list(dict.fromkeys(row[0] for row in written)) == ["epoch", *map(str, range(PATIENCE + 1))]
 
 
-def grow(folder):
+def grow(unbuilt):
     hvd.init()
-    newcomer = hvd.size() == 1
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready(compiled(Plain(), hvd.DistributedOptimizer("adam")) if unbuilt else small())
     stopping = keras.callbacks.EarlyStopping("loss", patience=12, min_delta=1e-6, restore_best_weights=True)
     first = {}
 
@@ -139,6 +140,7 @@ def grow(folder):
             tell("step", (state.epoch, hvd.size()))
 
         def on_epoch_begin(self, epoch, logs=None):
+            assert state.epoch == epoch
             first.setdefault("wait", stopping.wait)
             first.setdefault("epoch", epoch)
             while epoch == 5 and hvd.size() == 2 and not link().updates_seen():
@@ -151,7 +153,8 @@ def grow(folder):
 
     history = loop(state)
     return {
-        "newcomer": newcomer,
+        "numbers": numbers(model, model.optimizer),
+        "progress": state.progress,
         "first": first,
         "stopped": stopping.stopped_epoch,
         "wait": stopping.wait,
@@ -160,11 +163,13 @@ def grow(folder):
     }
 
 
-def test_a_newcomers_callbacks_get_the_memory_of_the_others(tmp_path):
+@pytest.mark.parametrize("unbuilt", [False, True])
+def test_a_newcomer_that_joins_during_an_epoch_gets_all_of_the_others(unbuilt):
+    """The epoch's number, weights, an optimizer that it has not built, and the memory of callbacks."""
     with WorldDriver(start_with=2) as driver:
-        driver.start(grow, str(tmp_path), count=2)
+        driver.start(grow, unbuilt, count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
-        driver.start(grow, str(tmp_path))
+        driver.start(grow, unbuilt)
         results = driver.results(3)
         assert len(driver.worlds) == 2
     joined = results[2]["first"]
@@ -173,7 +178,8 @@ def test_a_newcomers_callbacks_get_the_memory_of_the_others(tmp_path):
     for result in results:
         assert result["stopped"] == result["wait"] == 12
         assert result["history"] == list(range(13))
-        assert result["best"] == results[0]["best"]
+        for name in ("best", "numbers", "progress"):
+            assert result[name] == results[0][name]
 
 
 def leaves(state):
@@ -186,10 +192,8 @@ def leaves(state):
     state.leave_if_updated = leave
 
 
-def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_it(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+def test_a_fit_stopped_by_a_callback_is_not_resumed(alone):
+    model, state, dataset = ready()
     left, histories = [], []
 
     @hvd.elastic.run
@@ -210,9 +214,7 @@ def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_
 
 
 def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     waits = []
 
     class Leaves(keras.callbacks.Callback):
@@ -235,9 +237,7 @@ def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
 
 
 def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     failed = []
 
     class Fails(keras.callbacks.Callback):
@@ -287,9 +287,7 @@ class Tally(keras.callbacks.Callback):
 
 
 def test_the_state_dict_of_a_callback_is_kept_in_place_of_its_attributes(alone):
-    model = small()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    model, state, dataset = ready()
     tallies = []
 
     class Leaves(keras.callbacks.Callback):

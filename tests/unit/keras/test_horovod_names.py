@@ -11,7 +11,7 @@ import pytest
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow.keras as hvd_tf
 from spark_elastic.errors import UsageError
-from tests.unit.keras.test_keras_state import together
+from tests.unit.worlds import together
 
 
 def two_layers(first, second):
@@ -94,14 +94,6 @@ def test_best_model_is_written_by_rank_0_and_tracked_by_all_members(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0.keras"]
 
 
-def test_both_namespaces_have_the_same_names(alone):
-    names = ["allreduce", "allgather", "broadcast", "reducescatter", "broadcast_global_variables"]
-    for name in [*names, "BestModelCheckpoint", "PartialDistributedOptimizer", "DistributedOptimizer"]:
-        assert getattr(hvd, name) is getattr(hvd_tf, name)
-    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
-        hvd.broadcast_global_variables(0)
-
-
 def test_optimizer_restored_from_its_config_is_distributed(alone):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.25), backward_passes_per_step=3)
     again = optimizer.from_config(optimizer.get_config())
@@ -136,6 +128,9 @@ def test_compile_argument_of_keras_2_is_accepted_with_a_warning(alone, tmp_path)
         model.compile("sgd", "mse", experimental_something=False)
 
 
-def test_local_layers_that_are_not_layers_are_refused(alone):
+def test_local_layers_that_are_not_layers_and_global_variables_are_refused(alone):
+    assert hvd_tf is hvd
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
     with pytest.raises(UsageError, match="local_layers"):
         hvd.PartialDistributedOptimizer("sgd", local_layers=["dense"])

@@ -9,8 +9,8 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.world_link import die, link
+from tests.unit.worlds import together
 
 STEPS = 8
 
@@ -59,9 +59,7 @@ def train(dies, how):
 
 @pytest.mark.parametrize("how", ["tape", "optimizer"])
 def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, {2: 5}, how, count=3)
-        one, other = driver.results(2)
+    one, other = together(train, {2: 5}, how, count=3, left=2)
     assert one[0] == other[0]
     for result in (one, other):
         assert result[1][1:] == [(5, 5, 5)]
@@ -106,14 +104,13 @@ def counts_before(how, graph, rounds):
     return loop(state)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize(("how", "graph"), [("tape", True), ("optimizer", True), ("tape", False), ("optimizer", False)])
-def test_a_batch_that_is_counted_before_its_steps_is_trained_on_once_after_a_loss(how, graph, rounds):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(counts_before, how, graph, rounds, count=3)
-        for seen, trained in driver.results(2):
-            assert seen == list(range(1, STEPS + 1))
-            assert trained == [rounds] * STEPS
+@pytest.mark.parametrize(
+    ("how", "graph", "rounds"), [("tape", True, 1), ("optimizer", True, 2), ("tape", False, 2), ("optimizer", False, 1)]
+)
+def test_a_batch_that_is_counted_before_its_steps_is_trained_on_once(how, graph, rounds):
+    for seen, trained in together(counts_before, how, graph, rounds, count=3, left=2):
+        assert seen == list(range(1, STEPS + 1))
+        assert trained == [rounds] * STEPS
 
 
 def commits():
@@ -141,9 +138,7 @@ def commits():
 
 
 def test_plain_tensorflow_variables_return_to_the_commit():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(commits, count=3)
-        results = driver.results(2)
+    results = together(commits, count=3, left=2)
     for result, entered in results:
         assert result == ([6.0, 6.0], 6)
         assert entered == [(0, [0.0, 0.0]), (4, [4.0, 4.0])]
@@ -177,46 +172,6 @@ def test_other_errors_leave_the_loop_unchanged(alone):
     with pytest.raises(tf.errors.UnknownError):
         raising(hvd.elastic.TensorFlowKerasState(model))
     assert entered[1:] == ["again"]
-
-
-def late():
-    """A model that nobody has built when the loop is entered is taken over once `fit` has built it."""
-    hvd.init()
-    keras.utils.set_random_seed(hvd.rank())
-    model = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(CLASSES)])
-    import spark_elastic.keras as hk
-
-    compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    state = hk.elastic.KerasState(model, batch=0, epoch=0)
-
-    @hvd.elastic.run
-    def loop(state):
-        tell("in loop")
-        model.fit(*rows(32, seed=hvd.rank()), batch_size=8, verbose=0, callbacks=[hk.elastic.ElasticCallback(state)])
-
-    loop(state)
-    return [float(v.numpy().sum()) for v in model.trainable_variables]
-
-
-def test_a_model_that_is_built_by_fit_is_the_same_on_all_members():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(late, count=2)
-        one, other = driver.results(2)
-    assert one == other
-    assert len(one) == 4
-
-
-def test_names_of_horovods_package_are_the_same_objects():
-    from spark_elastic.tensorflow.keras.callbacks import MetricAverageCallback
-    from spark_elastic.tensorflow.keras.elastic import KerasState
-
-    import spark_elastic.keras
-    import spark_elastic.tensorflow.keras
-
-    assert spark_elastic.tensorflow.keras is spark_elastic.keras
-    assert MetricAverageCallback is spark_elastic.keras.callbacks.MetricAverageCallback
-    assert KerasState is hvd.elastic.TensorFlowKerasState
-    assert hvd.DistributedOptimizer is spark_elastic.keras.DistributedOptimizer
 
 
 def test_a_tensorflow_state_refuses_other_values_than_variables(alone):
@@ -284,10 +239,8 @@ def beside_another_optimizer(other):
 
 @pytest.mark.parametrize("other", ["idle", "further on"])
 def test_rounds_of_steps_are_recognised_beside_an_optimizer_with_another_count(other):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(beside_another_optimizer, other, count=3)
-        for result in driver.results(2):
-            assert all(counts == [2.0] * STEPS for counts in result)
+    for result in together(beside_another_optimizer, other, count=3, left=2):
+        assert all(counts == [2.0] * STEPS for counts in result)
 
 
 def second_optimizer_dies_first():
@@ -311,10 +264,8 @@ def second_optimizer_dies_first():
 
 
 def test_the_first_step_of_a_second_optimizer_that_fails_undoes_that_of_the_first():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(second_optimizer_dies_first, count=3)
-        for result in driver.results(2):
-            assert result == ([1.0] * STEPS, [1.0] * STEPS)
+    for result in together(second_optimizer_dies_first, count=3, left=2):
+        assert result == ([1.0] * STEPS, [1.0] * STEPS)
 
 
 def counts_by_its_optimizer():
@@ -336,9 +287,7 @@ def counts_by_its_optimizer():
 
 
 def test_a_state_without_plain_values_resumes_at_its_mark():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(counts_by_its_optimizer, count=3)
-        assert driver.results(2) == [([1.0] * STEPS, [0, 5])] * 2
+    assert together(counts_by_its_optimizer, count=3, left=2) == [([1.0] * STEPS, [0, 5])] * 2
 
 
 def fits_and_steps(dies, before, in_fit):
@@ -383,14 +332,13 @@ def fits_and_steps(dies, before, in_fit):
     return loop(state), entered
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("dies", "in_fit", "at"), [(5, False, 13), (6, True, 10)])
+@pytest.mark.parametrize(
+    ("dies", "before", "in_fit", "at"), [(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)]
+)
 def test_steps_between_two_calls_of_fit_are_followed_like_a_users_own_loop(dies, before, in_fit, at):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(fits_and_steps, dies, before, in_fit, count=3)
-        for result, entered in driver.results(2):
-            assert result == ([1.0] * 24, list(range(12)))
-            assert entered == [0, at]
+    for result, entered in together(fits_and_steps, dies, before, in_fit, count=3, left=2):
+        assert result == ([1.0] * 24, list(range(12)))
+        assert entered == [0, at]
 
 
 def restores_before_a_commit(how, graph, dies):
@@ -419,14 +367,11 @@ def restores_before_a_commit(how, graph, dies):
     return loop(state), entered
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("how", ["tape", "optimizer", "scaled"])
+@pytest.mark.parametrize(("how", "graph"), [("tape", True), ("optimizer", False), ("scaled", True)])
 def test_an_optimizer_that_was_built_after_the_commit_returns_to_it_as_well(how, graph):
     results = []
     for dies in (False, True):
-        with WorldDriver(start_with=3) as driver:
-            driver.start(restores_before_a_commit, how, graph, dies, count=3)
-            results.append(driver.results(2))
+        results.append(together(restores_before_a_commit, how, graph, dies, count=3, left=2))
     assert [entered for _, entered in results[1]] == [[0, 0]] * 2
     assert results[1][0][0] == results[1][1][0] == pytest.approx(results[0][0][0])
 
@@ -482,41 +427,8 @@ def follows_a_target():
 
 
 def test_variables_that_no_optimizer_trains_return_to_the_commit():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(follows_a_target, count=3)
-        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)] * STEPS, [0, 4])] * 2
+    assert together(follows_a_target, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)] * STEPS, [0, 4])] * 2
 
 
 def test_changes_after_the_step_survive_a_check():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(changes_running_values, count=3)
-        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2
-
-
-def synchronises(dies):
-    """`state.sync()` comes before the first step, and a loss before a graph of another shape is traced."""
-    model, optimizer, _ = counter_of_batches()
-    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
-    steps = [step_on(model, optimizer, graph=True) for _ in range(2)]
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.batch < STEPS:
-            if state.batch % 3 == 0:
-                if dies == "before" and link().worker == 2 and state.batch == 6:
-                    die()
-                state.sync()
-                if dies == "after" and link().worker == 2 and state.batch == 6:
-                    die()
-            steps[state.batch // 6](tf.constant(state.batch))
-            state.batch += 1
-        return trained(model)
-
-    return loop(state)
-
-
-@pytest.mark.parametrize("dies", ["before", "after"])
-def test_a_step_can_be_traced_after_a_sync_and_after_a_loss(dies):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(synchronises, dies, count=3)
-        assert driver.results(2) == [[1.0] * STEPS] * 2
+    assert together(changes_running_values, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2

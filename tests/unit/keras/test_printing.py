@@ -23,34 +23,24 @@ def printed(capsys) -> bool:
     return "early stopping" in capsys.readouterr().out
 
 
-def test_only_rank_0_prints(capsys):
+@pytest.mark.parametrize(
+    ("ranks", "program", "prints"),
+    [
+        ([0], "", True),
+        ([0, 1], "", False),
+        ([1, 0], "", True),
+        ([1, 0, 1], "", False),
+        ([1, 1], "turns it on after init", True),
+        ([1, 0], "turns it off before init", False),
+    ],
+)
+def test_rank_0_alone_prints_unless_the_program_has_decided(ranks, program, prints, capsys):
+    """`ranks`: those that this process has in one world after the other."""
     one = PrintedByRank0()
-    one.follow(Position(rank=0, size=2))
-    assert printed(capsys)
-    one.follow(Position(rank=1, size=2))
-    assert not printed(capsys)
-
-
-def test_worker_that_becomes_rank_0_prints_from_then_on(capsys):
-    one = PrintedByRank0()
-    one.follow(Position(rank=1, size=2))
-    one.follow(Position(rank=0, size=1))
-    assert printed(capsys)
-    one.follow(Position(rank=1, size=2))
-    assert not printed(capsys)
-
-
-def test_program_that_turned_it_on_prints_on_every_rank(capsys):
-    one = PrintedByRank0()
-    one.follow(Position(rank=1, size=2))
-    keras.config.enable_interactive_logging()
-    one.follow(Position(rank=1, size=3))
-    assert printed(capsys)
-
-
-def test_program_that_turned_it_off_prints_nowhere(capsys):
-    keras.config.disable_interactive_logging()
-    one = PrintedByRank0()
-    one.follow(Position(rank=1, size=2))
-    one.follow(Position(rank=0, size=1))
-    assert not printed(capsys)
+    if "off" in program:
+        keras.config.disable_interactive_logging()
+    for rank in ranks:
+        one.follow(Position(rank=rank, size=2))
+        if "on after" in program:
+            keras.config.enable_interactive_logging()
+    assert printed(capsys) == prints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 
 import keras
@@ -12,12 +11,8 @@ import tensorflow as tf
 
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow as hvd_of_tensorflow
-from spark_elastic.collective.fused import without_rows
-from spark_elastic.keras.elastic import ElasticCallback, KerasState
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
-from tests.unit.keras.test_backends import in_a_process
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS = 8
 
@@ -95,9 +90,7 @@ CASES = {
 @pytest.mark.parametrize("size", CASES)
 def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
     cases = CASES[size]
-    with WorldDriver(start_with=size) as driver:
-        driver.start(in_worker, cases, count=size)
-        results = driver.results(size)
+    results = together(in_worker, cases, count=size)
     for rank, of_cases in enumerate(results):
         for (counts, sync, conv), both_ways in zip(cases, of_cases, strict=True):
             expected, buffers = of_one_process[conv]
@@ -124,118 +117,8 @@ def with_a_mask():
 
 
 def test_masked_rows_do_not_count():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_a_mask, count=2)
-        for errors in driver.results(2):
-            assert max(errors) < 1e-4
-
-
-def with_stand_ins():
-    hvd.init()
-    return [with_a_stand_in(graph) for graph in (False, True)]
-
-
-def with_a_stand_in(graph):
-    model = build()
-    x, y = rows()
-
-    def step(x, y, share):
-        with tf.GradientTape() as tape:
-            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            loss = tf.reduce_mean(losses) * share
-        return tape.gradient(loss, model.trainable_variables)
-
-    run = tf.function(step) if graph else step
-    if hvd.rank():
-        with without_rows():
-            found = run(tf.constant(x[:1] * 1e3), tf.constant(y[:1]), tf.constant(0.0))
-    else:
-        found = run(tf.constant(x), tf.constant(y), tf.constant(1.0))
-    return [each.numpy().tolist() for each in found], [each.numpy().tolist() for each in model.non_trainable_variables]
-
-
-def test_substitute_rows_do_not_count(of_one_process):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_stand_ins, count=2)
-        for (real, running), (nothing, same) in zip(*driver.results(2), strict=True):
-            assert distance(real, of_one_process[True][0]) < 3e-6
-            assert distance(running, of_one_process[True][1]) < 3e-6
-            assert running == same
-            assert max(np.abs(each).max() for each in nothing) == 0.0
-
-
-STEPS = 20
-
-
-def fit(dies):
-    """Train; the worker of `dies`, (worker, step), kills itself in the forward pass of that step."""
-    hvd.init()
-    keras.utils.set_random_seed(3)
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(4 * STEPS, 6)).astype("float32")
-    y = generator.integers(0, 3, len(x))
-
-    def forward_of(step):
-        if dies == (link().worker, step):
-            tell("dying")
-            die()
-        return np.float32(0)
-
-    class Deadly(keras.layers.Layer):
-        def call(self, inputs, training=False):
-            if training:
-                (zero,) = tf.numpy_function(lambda: [forward_of(int(optimizer.iterations))], [], [tf.float32])
-                zero.set_shape([])
-                return inputs + zero
-            return inputs
-
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(5),
-            hvd.SyncBatchNormalization(momentum=0.5),
-            Deadly(),
-            keras.layers.Dense(4),
-            hvd.SyncBatchNormalization(),
-            keras.layers.Dense(3),
-        ]
-    )
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    state = KerasState(model, batch=0, epoch=0)
-    steps = []
-
-    class Noting(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            steps.append(int(optimizer.iterations))
-
-    def batches():
-        for step in range(state.batch, STEPS):
-            part = np.array_split(np.arange(step * 4, step * 4 + 4), hvd.size())[hvd.rank()]
-            yield x[part], y[part]
-
-    @hvd.elastic.run
-    def loop(state):
-        signature = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), tf.int64))
-        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        callbacks = [Noting(), ElasticCallback(state)]
-        model.fit(data, epochs=1, initial_epoch=state.epoch, callbacks=callbacks, verbose=0)
-
-    loop(state)
-    return steps, [each.numpy().tolist() for each in model.weights]
-
-
-def test_no_applied_step_is_lost_if_a_worker_dies_in_a_forward_pass():
-    """All rows of a batch have the same weight: 1 or 2 workers divide 4 rows equally."""
-    with WorldDriver() as driver:
-        driver.start(fit, None)
-        ((_, expected),) = driver.results(1)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(fit, (2, 11), count=2)
-        ((steps, weights),) = driver.results(1)
-        assert driver.told("dying")
-    assert steps == list(range(1, STEPS + 1))
-    assert distance(weights, expected) < 1e-4
+    for errors in together(with_a_mask):
+        assert max(errors) < 1e-4
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -244,7 +127,7 @@ class OwnCall(keras.layers.BatchNormalization):
         return super().call(inputs, training) * 2
 
 
-def test_conversion_keeps_weights_and_configuration_and_names_what_it_cannot_convert():
+def test_conversion_keeps_weights_and_names_what_it_cannot_convert():
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm"), OwnCall(name="own")])
     config, weights = model.get_config(), model.weights
     plain = model(np.ones((2, 3)), training=False)
@@ -263,46 +146,3 @@ def test_saved_model_with_synchronised_layers_loads(tmp_path):
     assert type(again.layers[0]) is hvd.SyncBatchNormalization
     assert again.layers[0].momentum == 0.7
     assert hvd_of_tensorflow.SyncBatchNormalization is hvd.SyncBatchNormalization
-
-
-TORCH_WORLD = """
-# imported in the functions, so that the fork server alone imports them, and not the program that starts it as well
-def gradients(norm, mine):
-    import keras, numpy as np, torch
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(6), norm(), layers.Dense(3)])
-    x = np.random.default_rng(2).normal(size=(8, 4)).astype("float32") * 3 + 5
-    y = torch.arange(8)[mine] % 3
-    torch.nn.functional.cross_entropy(model(x[mine], training=True), y, reduction="sum").div(8).backward()
-    return [v.value.grad for v in model.trainable_variables]
-
-def train():
-    import keras, torch
-    import spark_elastic.keras as hvd
-    import spark_elastic.torch as on_torch
-    hvd.init()
-    expected = gradients(keras.layers.BatchNormalization, slice(0, 8))
-    mine = [slice(0, 5), slice(5, 8)][hvd.rank()]
-    close = []
-    for norm in (hvd.SyncBatchNormalization, keras.layers.BatchNormalization):
-        found = [on_torch.allreduce(grad, op=hvd.Sum) for grad in gradients(norm, mine)]
-        close.append(all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected)))
-    return keras.backend.backend(), close
-"""
-
-
-@pytest.mark.soak
-def test_keras_on_torch_synchronises_statistics_too(tmp_path):
-    (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
-    run = """
-import torch_world
-from tests.unit import worlds
-worlds._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
-with worlds.WorldDriver(start_with=2) as driver:
-    driver.start(torch_world.train, count=2)
-    assert driver.results(2) == [("torch", [True, False])] * 2, driver.done
-"""
-    path = os.pathsep.join([str(tmp_path), os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    done = in_a_process(run, "torch", PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from spark_elastic.data.manifest import seal
 from spark_elastic.data.store import Store
@@ -25,47 +22,26 @@ def checkpoints(tmp_path):
     return Checkpoints(Store.create(tmp_path / "checkpoints"))
 
 
-def test_latest_is_none_without_checkpoints(checkpoints):
-    assert checkpoints.latest() is None
-    assert checkpoints.complete() == []
-
-
 def test_what_was_written_is_read_back(checkpoints):
+    checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
+    assert (checkpoints.latest(), checkpoints.complete()) == (None, [])
     checkpoints.write(contents(12))
     assert checkpoints.load("000000000012") == contents(12)
     assert checkpoints.latest() == contents(12).facts
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, -1], ids=["empty", "one byte", "100 bytes", "half", "all but one"])
+@pytest.mark.parametrize("keep", [None, 0, 100, 0.5, -1], ids=["gone", "empty", "100 bytes", "half", "all but one"])
 @pytest.mark.parametrize("file", ["state.pt", "more", MANIFEST])
 def test_a_file_cut_off_anywhere_leaves_the_one_before_as_the_latest(checkpoints, tmp_path, file, keep):
     checkpoints.write(contents(110))
     checkpoints.write(contents(120))
     cut = tmp_path / "checkpoints" / "000000000120" / file
     data = cut.read_bytes()
-    cut.write_bytes(data[: int(len(data) * keep)] if isinstance(keep, float) else data[:keep])
+    cut.unlink() if keep is None else cut.write_bytes(data[: int(len(data) * keep) if keep == 0.5 else keep])
     assert checkpoints.latest().step == 110
     assert [facts.step for facts in checkpoints.complete()] == [110]
-    with pytest.raises(CheckpointError, match=r"incomplete|damaged"):
+    with pytest.raises(CheckpointError):
         checkpoints.load("000000000120")
-
-
-@pytest.mark.parametrize("file", ["state.pt", "more", MANIFEST])
-def test_a_file_that_is_missing_leaves_the_one_before_as_the_latest(checkpoints, tmp_path, file):
-    checkpoints.write(contents(110))
-    checkpoints.write(contents(120))
-    (tmp_path / "checkpoints" / "000000000120" / file).unlink()
-    assert checkpoints.latest().step == 110
-
-
-def test_a_changed_byte_is_found(checkpoints, tmp_path):
-    checkpoints.write(contents(12))
-    changed = tmp_path / "checkpoints" / "000000000012" / "state.pt"
-    data = bytearray(changed.read_bytes())
-    data[5000] ^= 1
-    changed.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"state\.pt is not what was written"):
-        checkpoints.load("000000000012")
 
 
 def flip(path, at=0.5):
@@ -83,11 +59,6 @@ def test_error_lists_the_damage_when_all_checkpoints_are_damaged(checkpoints, tm
         checkpoints.latest()
 
 
-def test_incomplete_checkpoint_does_not_prevent_a_new_start(checkpoints):
-    checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
-    assert checkpoints.latest() is None
-
-
 def test_damaged_checkpoint_does_not_count_as_kept(checkpoints, tmp_path):
     for number in (1, 2, 3):
         checkpoints.write(contents(number))
@@ -97,21 +68,6 @@ def test_damaged_checkpoint_does_not_count_as_kept(checkpoints, tmp_path):
     checkpoints.write(contents(4))
     checkpoints.keep(1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000004"]
-
-
-def test_each_checkpoint_is_read_back_once(checkpoints, monkeypatch):
-    read = []
-    real = Store.checksum
-
-    def checksum(store, path):
-        read.append(path)
-        return real(store, path)
-
-    monkeypatch.setattr(Store, "checksum", checksum)
-    for number in (1, 2, 3):
-        checkpoints.write(contents(number))
-        checkpoints.keep(2)
-    assert read == [f"{number:012d}/{file}" for number in (1, 2, 3) for file in ("state.pt", "more")]
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_found(checkpoints, tmp_path):
@@ -130,78 +86,12 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(checkpoints, tmp_path):
             assert checkpoints.latest().step == 1
 
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(data=st.data())
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_invalid_manifest_raises_checkpoint_error(checkpoints, data):
-    """Those without a checksum, which could be anything: it says in which file, and nothing is made of it."""
-    manifest, intact = f"000000000001/{MANIFEST}", "written.json"
-    if not checkpoints.store.exists(intact):
-        checkpoints.write(contents(1))
-        checkpoints.store.write_bytes(intact, checkpoints.store.read_bytes(manifest))
-    document = json.loads(checkpoints.store.read_bytes(intact))
-    del document["checksum"]
-    for field in data.draw(st.sets(st.sampled_from(sorted(document)), min_size=1, max_size=2)):
-        if data.draw(st.booleans()):
-            document[field] = data.draw(PLAIN)
-        else:
-            del document[field]
-    checkpoints.store.write_bytes(manifest, json.dumps(document).encode(), durable=False)
-    try:
-        checkpoints.load("000000000001")
-        checkpoints.latest()
-        checkpoints.keep(1)
-    except CheckpointError as error:
-        complaint = str(error)
-    else:
-        return
-    assert "000000000001" in complaint
-
-
-@pytest.mark.parametrize("text", [b"[]", b"{}", b'{"format": "something else"}'])
-def test_json_of_something_else_is_refused(checkpoints, text):
-    checkpoints.write(contents(2))
-    checkpoints.store.write_bytes(f"000000000003/{MANIFEST}", text)
-    assert checkpoints.latest().step == 2
-    with pytest.raises(CheckpointError, match="000000000003"):
-        checkpoints.load("000000000003")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"files": None}, {"step": "1"}, {"best": True}, {"files": {"../x": [1, 2]}}, {"files": {"x": 3}}, {"document": 1}],
-    ids=str,
-)
-def test_checkpoint_before_an_invalid_manifest_is_the_latest(checkpoints, changes):
-    checkpoints.write(contents(1))
-    checkpoints.write(contents(2))
-    manifest = f"000000000002/{MANIFEST}"
-    document = json.loads(checkpoints.store.read_bytes(manifest))
-    checkpoints.store.write_bytes(manifest, json.dumps({**document, **changes}).encode())
-    assert checkpoints.latest().step == 1
-    assert [facts.step for facts in checkpoints.complete()] == [1]
-
-
 def test_newer_version_is_reported(checkpoints):
     checkpoints.store.write_bytes(
         f"000000000001/{MANIFEST}", seal({"format": "spark_elastic.checkpoint", "version": 9, "files": {}})
     )
     with pytest.raises(CheckpointError, match="version 9; this package reads 1"):
         checkpoints.load("000000000001")
-
-
-def test_the_newest_and_the_best_are_kept(checkpoints):
-    for number in range(1, 7):
-        checkpoints.write(contents(number, best=("loss min",) if number in (1, 2) else ()))
-    checkpoints.keep(2)
-    assert [facts.step for facts in checkpoints.complete()] == [2, 5, 6]
-    assert [facts.step for facts in checkpoints.complete() if facts.best] == [2]
 
 
 def test_the_best_by_each_value_is_kept(checkpoints):
@@ -218,32 +108,6 @@ def test_incomplete_checkpoint_is_removed_when_a_newer_one_is_complete(checkpoin
     checkpoints.store.write_bytes("000000000003/state.pt", b"being written")
     checkpoints.keep(3)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000002", "000000000003"]
-
-
-def test_writer_writes_in_order_and_keeps_the_newest(checkpoints):
-    writer = CheckpointWriter(checkpoints, keep=2)
-    for number in range(1, 6):
-        writer.submit(lambda number=number: contents(number))
-    writer.drain()
-    writer.close()
-    assert [facts.step for facts in checkpoints.complete()] == [4, 5]
-
-
-def test_writer_is_busy_until_everything_is_written(checkpoints):
-    go_on = threading.Event()
-    writer = CheckpointWriter(checkpoints, keep=2)
-
-    def slow():
-        go_on.wait(30)
-        return contents(1)
-
-    assert not writer.busy
-    writer.submit(slow)
-    assert writer.busy
-    go_on.set()
-    writer.drain()
-    assert not writer.busy
-    writer.close()
 
 
 def test_people_are_notified_once_of_failing_and_once_of_recovered_writes(checkpoints):
@@ -263,10 +127,10 @@ def test_people_are_notified_once_of_failing_and_once_of_recovered_writes(checkp
 def test_people_are_notified_once_of_checkpoints_that_cannot_be_removed(checkpoints, monkeypatch):
     said = []
 
-    def refuses(path):
+    def refuses(self, path):
         raise PermissionError("objects are locked")
 
-    monkeypatch.setattr(checkpoints, "store", ReadOnce(checkpoints.store, refuses))
+    monkeypatch.setattr(Store, "delete", refuses)
     writer = CheckpointWriter(checkpoints, 1, said.append)
     for number in range(1, 5):
         writer.submit(lambda number=number: contents(number))
@@ -276,16 +140,6 @@ def test_people_are_notified_once_of_checkpoints_that_cannot_be_removed(checkpoi
         "older checkpoints could not be removed, and stay (PermissionError: objects are locked); training continues"
     ]
     assert [facts.step for facts in checkpoints.complete()] == [1, 2, 3, 4]
-
-
-class ReadOnce:
-    """A store with another `delete`."""
-
-    def __init__(self, store, delete):
-        self._store, self.delete = store, delete
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
 
 
 def test_hung_storage_holds_up_nobody_and_people_are_told(checkpoints, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 from spark_elastic.errors import CheckpointError
-from spark_elastic.ml import persistence
 from spark_elastic.ml.torch import serialization as of_torch
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set
 
@@ -65,32 +65,15 @@ def test_damaged_bytes_raise_a_checkpoint_error_or_none(kind: Callable[[], Any])
     assert refused > 200, "most damage is noticed without a checksum, too"
 
 
-class Folder:
-    """A saved stage in memory."""
+# as on Spark Connect, where this process reads the files itself: no JVM is needed
+SESSION = type("Session", (), {"__module__": "pyspark.sql.connect.session", "version": "4.0"})()
 
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.document: dict[str, Any] = {}
 
-    def exists(self) -> bool:
-        return bool(self.document)
-
-    def qualified(self, path: str) -> str:
-        return path
-
-    def write(self, folder: str, files: dict[str, bytes]) -> None:
-        self.files = dict(files)
-
-    def write_metadata(self, instance: Any, extra: dict[str, Any], settings: dict[str, Any]) -> None:
-        kind = type(instance)
-        name = f"{kind.__module__}.{kind.__name__}"
-        self.document = json.loads(json.dumps({"class": name, "uid": instance.uid, "paramMap": settings, **extra}))
-
-    def metadata(self) -> dict[str, Any]:
-        return self.document
-
-    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        return {name: self.files[name] for name in names}
+def changed_metadata(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    (file,) = (folder / "metadata").glob("part-*")
+    document = json.loads(file.read_text())
+    change(document["sparkElastic"])
+    file.write_text(json.dumps(document))
 
 
 def complaint(reader: Any, path: str) -> str | None:
@@ -103,34 +86,28 @@ def complaint(reader: Any, path: str) -> str | None:
 
 
 @pytest.mark.parametrize("checksums", [True, False], ids=["as saved now", "as 0.2.0 saved"])
-def test_damaged_model_is_refused_with_the_name_of_the_file(
-    checksums: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_model_is_refused_with_the_name_of_the_file(checksums: bool, tmp_path: Path) -> None:
     model = estimator(epochs=1).from_dataset_path(make_set(tmp_path / "set"))
-    folder = Folder()
-    monkeypatch.setattr(persistence, "saved_folder", lambda *_: folder)
-    model.write().session(object()).saveImpl("/models/one")
-    about = folder.document["sparkElastic"]
-    assert sorted(about["checksums"]) == about["files"]
+    folder = tmp_path / "model"
+    model.write().session(SESSION).save(str(folder))
+    reader = type(model).read().session(SESSION)
     if not checksums:
-        del about["checksums"]
-    reader = type(model).read().session(object())
-    whole = dict(folder.files)
-    weights = reader.load("/models/one").module.state_dict()
+        changed_metadata(folder, lambda about: about.pop("checksums"))
+    weights = reader.load(str(folder)).module.state_dict()
     assert all(torch.equal(weights[name], each) for name, each in model.module.state_dict().items())
-    for name, content in whole.items():
-        for each in damaged(content, 40):
-            folder.files = {**whole, name: each}
-            said = complaint(reader, "/models/one")
-            assert said is None or ("/models/one" in said and name in said), said
-            assert said is not None or not checksums or each == content, f"{name} was loaded although it is damaged"
+    for file in (folder / "data").iterdir():
+        whole = file.read_bytes()
+        for each in damaged(whole, 40):
+            file.write_bytes(each)
+            said = complaint(reader, str(folder))
+            assert said is None or (str(folder) in said and file.name in said), said
+            assert said is not None or not checksums or each == whole, f"{file.name} was loaded although it is damaged"
+        file.write_bytes(whole)
 
 
-def test_checksums_are_those_of_the_files_and_a_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder()
-    monkeypatch.setattr(persistence, "saved_folder", lambda *_: folder)
+def test_a_wrong_checksum_is_named(tmp_path: Path) -> None:
     made: HereEstimator = estimator(epochs=1)
-    made.write().session(object()).saveImpl("/one")
-    folder.document["sparkElastic"]["checksums"] = {"model-optimizer.pt": "x"}
+    made.write().session(SESSION).save(str(tmp_path / "one"))
+    changed_metadata(tmp_path / "one", lambda about: about.update(checksums={"model-optimizer.pt": "x"}))
     with pytest.raises(CheckpointError, match=r"metadata, model-optimizer\.pt is 'x'"):
-        type(made).read().session(object()).load("/one")
+        type(made).read().session(SESSION).load(str(tmp_path / "one"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from pyspark.sql.types import (
 from spark_elastic.data.columns import check_validation
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml import preparation
+from spark_elastic.ml.keras.compiling import check_order
+from spark_elastic.ml.serving import OutputShape
+from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 
 SCHEMA = StructType(
     [
@@ -45,9 +49,8 @@ SCHEMA = StructType(
     ("feature_cols", "columns", "dtypes"),
     [
         (["a", "b"], {"features_0": ("a", "b")}, ["<f4"]),
-        (["a"], {"features_0": ("a",)}, ["<f4"]),
+        (["text"], {"features_0": "text"}, []),
         (["id"], {"features_0": "id"}, ["<i8"]),
-        (["image"], {"features_0": "image"}, ["<f4"]),
         (["words", "vector"], {"features_0": "words", "features_1": "vector"}, ["<i8", "<f4"]),
         (["image", "a"], {"features_0": "image", "features_1": ("a",)}, ["<f4", "<f4"]),
         ([["a", "price"], ["id"]], {"features_0": ("a", "price"), "features_1": "id"}, ["<f4", "<i8"]),
@@ -58,20 +61,14 @@ SCHEMA = StructType(
         (["id", "b"], {"features_0": ("id", "b")}, ["<f4"]),
     ],
 )
-def test_scalars_are_stacked_and_arrays_are_separate_inputs_unless_grouped(
-    feature_cols: Any, columns: Any, dtypes: Any
-) -> None:
+def test_scalars_are_stacked_and_arrays_are_separate_inputs(feature_cols: Any, columns: Any, dtypes: Any) -> None:
     made = preparation.features(SCHEMA, feature_cols, None)
     assert dict(made.columns) == columns
     assert list(made.dtypes.values()) == dtypes
 
 
-def test_a_text_column_keeps_its_own_type() -> None:
-    made = preparation.features(SCHEMA, ["text"], None)
-    assert (dict(made.columns), dict(made.dtypes)) == ({"features_0": "text"}, {})
-
-
 def test_shapes_are_assigned_to_inputs_in_order() -> None:
+    assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}, "one number is a scalar"
     made = preparation.features(SCHEMA, ["image", "words"], [[2, 3], [4]])
     assert made.shapes == {"features_0": (2, 3), "features_1": (4,)}
 
@@ -111,10 +108,6 @@ def test_integers_in_arrays_become_reals_for_losses_of_numbers_alone() -> None:
         assert list(preparation.labels(schema, names, None, needed).dtypes.values()) == made
 
 
-def test_label_of_one_number_is_a_scalar() -> None:
-    assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -129,3 +122,29 @@ def test_label_of_one_number_is_a_scalar() -> None:
 def test_unusable_column_is_reported_with_its_type(call: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         call()
+
+
+# --- columns in another order, outputs without a prediction -------------------------------------------
+
+
+def test_column_with_the_name_of_another_input_is_refused() -> None:
+    with pytest.raises(InvalidSettingsError, match=r"'store' to 'day': .*in order, day, numbers, store"):
+        check_order("feature_cols", "inputs", ["day", "numbers", "store"], [["store"], ["day"], ["price", "rooms"]])
+
+
+def test_columns_in_order_or_with_names_of_their_own_are_accepted() -> None:
+    check_order("feature_cols", "inputs", ["day", "store"], [["day"], ["store"]])
+    check_order("feature_cols", "inputs", ["input_1", "input_2"], [["store"], ["day"]])
+    check_order("feature_cols", "inputs", None, [["store"]])
+    check_order("label_cols", "outputs", [None, None], [["store"], ["day"]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_classes", "warned"), [(None, True, True), (None, False, False), ("argmax", True, False)]
+)
+def test_missing_prediction_is_warned_of_where_labels_are_classes(
+    rule: str | None, of_classes: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "spark_elastic.ml"):
+        warn_of_no_prediction(DryRunResult((OutputShape("<f4", (3,)),), rule, of_classes=of_classes))
+    assert ("prediction='argmax'" in caplog.text) == warned

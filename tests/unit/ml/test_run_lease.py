@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError, RunTakenError
+from spark_elastic.errors import RunTakenError
 from spark_elastic.ml import run_lease
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
 from spark_elastic.ml.run_folder import clear
 from spark_elastic.ml.run_lease import (
     BEAT_S,
@@ -124,7 +124,7 @@ def test_stale_lease_is_watched_for_a_while_because_clocks_differ(run):
     assert first.process == ELSEWHERE
 
 
-def test_killed_driver_on_this_host_is_replaced_at_once(run):
+def test_killed_driver_on_this_host_is_replaced_at_once(run, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = started_of(child.pid)
     alive = replace(HERE, pid=child.pid, started=started)
@@ -133,24 +133,16 @@ def test_killed_driver_on_this_host_is_replaced_at_once(run):
     child.communicate()
     assert alive.is_dead(HERE)
     assert not replace(alive, machine="another").is_dead(HERE)
+    with monkeypatch.context() as proc:  # which hides when a process was started
+        proc.setattr(run_lease, "started_of", lambda pid: 0)
+        assert alive.is_dead(HERE)
+        assert not replace(alive, pid=os.getppid()).is_dead(HERE)
     time = Time()
     first = time.take(run, alive)
     assert time.take(run, HERE).token == 2
     assert time.waited == 0
     with pytest.raises(RunTakenError):
         Fence(run, first.token, first.name).check()
-
-
-def test_driver_that_proc_hides_counts_as_alive(run, monkeypatch):
-    here = replace(HERE, pid=os.getppid(), started=run_lease.started_of(os.getppid()))
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert not here.is_dead(HERE)
-    assert replace(here, started=here.started + 1).is_dead(HERE), "another process has its number now"
-    assert replace(here, pid=gone.pid).is_dead(HERE)
-    monkeypatch.setattr(run_lease, "started_of", lambda pid: 0)
-    assert not here.is_dead(HERE)
-    assert replace(here, pid=gone.pid).is_dead(HERE)
 
 
 def test_own_process_cannot_hold_the_run_twice(run):
@@ -194,16 +186,9 @@ def test_one_of_many_simultaneous_drivers_gets_the_run(run):
         thread.join(60)
     tokens = [owner.token for owner in taken]
     assert len(set(tokens)) == len(tokens), "no two have the same place"
-    valid = [owner for owner in taken if not _fenced(run, owner)]
-    assert len(valid) <= 1
-
-
-def _fenced(run, owner):
-    try:
-        Fence(run, owner.token, owner.name).check()
-    except RunTakenError:
-        return True
-    return False
+    for owner in sorted(taken, key=lambda owner: owner.token)[:-1]:
+        with pytest.raises(RunTakenError):
+            Fence(run, owner.token, owner.name).check()
 
 
 def test_unreadable_file_counts_as_an_owner_for_a_minute(run):
@@ -211,12 +196,6 @@ def test_unreadable_file_counts_as_an_owner_for_a_minute(run):
     run.write_bytes(f"{OWNERS}/000004-{'0' * 32}.json", b"{")
     assert time.take(run, HERE).token == 5
     assert LEASE_S <= time.waited <= LEASE_S + 1
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"token": 1}', b'{"process": 3}'])
-def test_invalid_owner_files_are_refused(text):
-    with pytest.raises(ValueError):
-        Owner.loads(text)
 
 
 def test_deleted_folder_is_not_written_again(run):
@@ -227,17 +206,22 @@ def test_deleted_folder_is_not_written_again(run):
     assert not run.exists()
 
 
-def test_run_that_stays_away_is_given_up_and_not_written_again(run):
-    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=0.1)
+def given_up(lease, happens, why):
+    """Let something happen to a run, and check that its driver gives the run up."""
     told = threading.Event()
 
     def job():
-        run.delete()
+        happens()
         assert told.wait(30)
         raise ConnectionError("it was cancelled for that")
 
-    with pytest.raises(RunTakenError, match=r"is not there.*gives it up"), lease.on_taken(lambda why: told.set()):
+    with pytest.raises(RunTakenError, match=why), lease.on_taken(lambda why: told.set()):
         job()
+
+
+def test_run_that_stays_away_is_given_up_and_not_written_again(run):
+    lease = RunLease(run, acquire(run), beat_s=0.01, patience_s=0.1)
+    given_up(lease, run.delete, r"is not there.*gives it up")
     lease.give_back()
     assert not run.exists()
 
@@ -265,18 +249,7 @@ def taken_over(run, lease):
 
 def test_replaced_driver_notices_and_writes_nothing(run):
     lease = RunLease(run, acquire(run), beat_s=0.01)
-    told = threading.Event()
-
-    def job():
-        taken_over(run, lease)
-        assert told.wait(30)
-        raise ConnectionError("it was cancelled for that")
-
-    with (
-        pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"),
-        lease.on_taken(lambda why: told.set()),
-    ):
-        job()
+    given_up(lease, lambda: taken_over(run, lease), "by the driver with pid 42 on host-b")
     with pytest.raises(RunTakenError):
         lease.check()
     before = run.list(OWNERS)
@@ -341,19 +314,6 @@ def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
             run.write_bytes("model.pt", b"late", check=check)
         assert run.read_bytes("model.pt") == b"of the other driver"
         assert sorted(entry.path for entry in run.list()) == ["model.pt", OWNERS]
-
-
-def test_fenced_writer_reports_it(run):
-    with held_run(run) as lease:
-        checkpoints = Checkpoints(run.sub("checkpoints"), lease.fence)
-        writer = CheckpointWriter(checkpoints, keep=1)
-        taken_over(run, lease)
-        writer.submit(lambda: contents(1, 1))
-        with pytest.raises(CheckpointError):
-            writer.drain()
-        writer.close()
-        assert isinstance(writer.fenced, RunTakenError)
-        assert checkpoints.complete() == []
 
 
 def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():

@@ -46,13 +46,6 @@ def store(tmp_path):
     return Store.create(tmp_path)
 
 
-def test_working_storage_is_written_without_a_notice(store):
-    storage = Storage(store, "model.pt", until=0)
-    assert storage.saving().unsaved == {}
-    assert {entry.path: store.read_bytes(entry.path) for entry in store.list()} == FILES
-    assert (storage.said, storage.waits) == ([], [])
-
-
 def test_writes_are_retried_for_minutes_with_notices_of_the_time_left(store):
     storage = Storage(store, "model.pt", until=100 + 200)
     assert storage.saving().unsaved == {}

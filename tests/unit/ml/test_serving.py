@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 import cloudpickle
@@ -12,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.types import ArrayType, DoubleType, StringType, StructField, StructType
 
 from spark_elastic.data.arrow_values import missing_rows
 from spark_elastic.data.manifest import Kind, TensorField
@@ -55,14 +55,6 @@ def serving(log: Any, key: str = "one", **more: Any) -> Serving:
     return Serving(key, payload, added=added, **settings)
 
 
-def test_outputs_follow_the_input_columns_row_by_row_also_over_several_parts(tmp_path: Any) -> None:
-    given = [batch([1, 2, 3], [[1, 1], [2, 2], [3, 3]]), batch([4], [[0, 0]])]
-    made = list(serving(tmp_path / "log")(given))
-    assert [each.schema.names for each in made] == [["a", "v", "sum"]] * 2
-    assert [each.column("sum").to_pylist() for each in made] == [[3, 6, 9], [4]]
-    assert made[0].column("v").equals(given[0].column("v"))
-
-
 @dataclass
 class Widening:
     """A "model" whose rows have as many values as the largest value of its batch."""
@@ -85,45 +77,15 @@ def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
     assert [each["values"] if as_vector else each for each in found] == [[1, 1], [2, 2], [3, 3, 3]]
 
 
-def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones(tmp_path: Any) -> None:
-    log = tmp_path / "log"
-    work = serving(log, key="loaded once")
-    empty = list(work([batch([], [])]))
-    assert (empty[0].num_rows, empty[0].schema.names) == (0, ["a", "v", "sum"])
-    assert list(work([])) == []
-    assert not log.exists()
-    for _ in range(3):
-        list(work([batch([1], [[1, 1]])]))
-    assert log.read_text() == "loaded "
-
-
-def test_a_null_is_an_error_that_names_the_column_and_the_rows(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="column 'a': 1 of 2 rows read have null"):
-        list(serving(tmp_path / "log")([batch([1, None], [[1, 1], [1, 1]])]))
-
-
 def test_an_array_of_another_length_than_in_training_is_an_error_with_both_lengths(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="3 for a shape of"):
         list(serving(tmp_path / "log")([batch([1], [[1, 1, 1]])]))
-
-
-def test_inference_fn_sees_the_features_and_what_it_returns_goes_to_the_model(tmp_path: Any) -> None:
-    work = serving(tmp_path / "log", inference_fn=lambda features: {"features_0": features["features_0"] * 10})
-    assert next(iter(work([batch([1], [[1, 1]])]))).column("sum").to_pylist() == [30]
 
 
 def read(kind: Any, values: pa.Array, field: TensorField, pad_to: dict[str, int] | None = None) -> Any:
     schema = StructType([StructField("x", kind)])
     reader = FeatureReader(tensors_for(schema, [field], pad_to or {}))
     return reader(pa.RecordBatch.from_arrays([values], ["x"]))["f"]
-
-
-def test_decimals_and_arrays_of_them_become_numbers() -> None:
-    scalar = read(DecimalType(5, 2), pa.array([Decimal("1.50")]), TensorField("f", ("x",), "<f4", ()))
-    assert scalar.tolist() == [1.5]
-    values = pa.array([[Decimal("1.50"), Decimal("2.25")]])
-    nested = read(ArrayType(DecimalType(5, 2)), values, TensorField("f", ("x",), "<f4", (2,)))
-    assert nested.tolist() == [[1.5, 2.25]]
 
 
 def test_sparse_and_dense_vectors_in_one_column_become_one_dense_tensor() -> None:
@@ -164,11 +126,6 @@ def test_renamed_columns_are_matched_by_position(tmp_path: Any) -> None:
     assert made.schema.names == ["0", "1", "2", "3", "sum"]
     assert made.columns[:4] == values
     assert made.column("sum").to_pylist() == [3.0, 4.0]
-
-
-def test_text_where_there_were_numbers_is_an_error_that_names_the_column() -> None:
-    with pytest.raises(DataError, match="column 'a' is of type string, and the model was trained on values of <f4"):
-        tensors_for(StructType([StructField("a", StringType()), SCHEMA["v"]]), [JOINED], {})
 
 
 NAN, INF = float("nan"), float("inf")
@@ -229,6 +186,22 @@ class Same:
         return [inputs["features_0"]]
 
 
+def test_missing_vectors_and_text_are_found() -> None:
+    rows = [
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
+        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
+        None,
+        {"type": 0, "size": 2, "indices": [], "values": []},
+    ]
+    vectors = pa.array(rows, to_arrow(VectorUDT()))
+    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
+    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
+    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
+    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
+    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
+    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]
+
+
 def nan_for_two(features: dict[str, Any]) -> dict[str, Any]:
     return {"features_0": np.where(features["features_0"] == 2, NAN, features["features_0"])}
 
@@ -248,17 +221,68 @@ def test_a_row_whose_output_is_nan_gets_no_class(tmp_path: Any) -> None:
         classes()
 
 
-def test_missing_vectors_and_text_are_found() -> None:
-    rows = [
-        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
-        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
-        None,
-        {"type": 0, "size": 2, "indices": [], "values": []},
-    ]
-    vectors = pa.array(rows, to_arrow(VectorUDT()))
-    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
-    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
-    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
-    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
-    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
-    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]
+# --- predictions, probabilities, and the Arrow arrays of output columns -------------------------------
+
+
+def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:
+    return AddedColumn("output", "raw", 0, "", OutputShape(dtype, shape), **more)
+
+
+def test_argmax_is_the_index_of_the_largest_value() -> None:
+    assert prediction(np.array([[1, 5, 2], [9, 0, 1]], "f4"), "argmax").tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("value", [0.25, 0.75]), ("binary_logit", [1, 1]), ("binary_probability", [0, 1])]
+)
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_single_value_is_the_prediction_or_compared_with_a_threshold(rule: str, expected: Any, shape: Any) -> None:
+    made = prediction(np.array([0.25, 0.75], "f4").reshape(shape), rule)
+    assert made.dtype == np.float64
+    assert made.tolist() == expected
+
+
+def test_probabilities_add_up_to_one_also_for_huge_logits() -> None:
+    made = probability(np.array([[1e4, 0], [0, 0]], "f4"), "argmax")
+    assert made.tolist() == [[1, 0], [0.5, 0.5]]
+    binary = probability(np.array([[-1e4], [0], [1e4]], "f4"), "binary_logit")
+    assert binary.tolist() == [[1, 0], [0.5, 0.5], [0, 1]]
+    assert probability(np.array([0.25]), "binary_probability").tolist() == [[0.75, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "output", "expected"),
+    [
+        ("argmax", [[3.0, -1.0]], [[3.0, -1.0]]),
+        ("argmax_probability", [[0.75, 0.25]], [[0.75, 0.25]]),
+        ("binary_logit", [[2.0], [-0.5]], [[-2.0, 2.0], [0.5, -0.5]]),
+        ("binary_logit", [2.0, -0.5], [[-2.0, 2.0], [0.5, -0.5]]),
+        ("binary_probability", [0.25], [[0.75, 0.25]]),
+    ],
+)
+def test_raw_prediction_is_a_score_for_each_class(rule: str, output: Any, expected: Any) -> None:
+    made = raw_prediction(np.array(output, "f4"), rule)
+    assert made.dtype == np.float64
+    assert made.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "|i1", "<i4", "<i8", "|u1", "|b1"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("rows", [0, 4])
+def test_the_arrow_type_is_the_one_that_spark_expects_for_the_column(dtype: str, shape: Any, rows: int) -> None:
+    values = np.ones((rows, *shape), dtype)
+    made = arrow_array(column(dtype, shape), values)
+    assert made.type == to_arrow_type(spark_type(column(dtype, shape)))
+    assert made.to_pylist() == values.tolist()
+
+
+def test_vectors_have_the_layout_of_spark_ml() -> None:
+    made = arrow_array(column("<f4", (2,), as_vector=True), np.array([[1, 2], [3, 4]], "f4"))
+    assert made.to_pylist()[1] == {"type": 1, "size": None, "indices": None, "values": [3.0, 4.0]}
+    assert not made.type.field("type").nullable
+    assert made.type.field("values").type == pa.list_(pa.field("element", pa.float64(), nullable=False))
+
+
+def test_output_with_another_number_of_axes_than_in_fit_is_refused() -> None:
+    with pytest.raises(DataError, match=r"has shape \[5, 2\] here; when it was fitted, a row had shape \[\]"):
+        column("<f4", ()).values([np.zeros((5, 2))])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pyspark.ml.param import Param
 
-from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
+from spark_elastic import ElasticKerasEstimator, ElasticKerasModel, ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.ml.estimator import ElasticEstimator
 
 ESTIMATORS = [ElasticTorchEstimator, ElasticKerasEstimator]
+OF_TORCH = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn", "virtual_workers", "generators"}
 
 
 def signature_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -56,9 +57,16 @@ def test_set_params_has_the_signature_of_the_constructor(kind: Any) -> None:
     assert inspect.signature(kind.setParams).parameters == inspect.signature(kind.__init__).parameters
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_every_setting_has_a_getter_and_a_setter(kind: Any) -> None:
-    for name in declared_in(kind):
+def test_estimators_differ_in_the_settings_of_one_framework_alone() -> None:
+    torch, keras = (set(declared_in(kind)) for kind in ESTIMATORS)
+    assert (torch - keras, keras - torch) == (OF_TORCH, {"weighted_metrics", "custom_objects"})
+
+
+@pytest.mark.parametrize("kind", [*ESTIMATORS, ElasticTorchModel, ElasticKerasModel])
+def test_every_setting_has_a_doc_a_getter_and_a_setter(kind: Any) -> None:
+    for name, param in declared_in(kind).items():
+        assert len(param.doc) > 10
+        assert param.doc.endswith(".")
         ending = "".join(part.capitalize() for part in name.split("_"))
         assert f"`{name}`" in getattr(kind, f"get{ending}").__doc__
         assert f"`{name}`" in getattr(kind, f"set{ending}").__doc__

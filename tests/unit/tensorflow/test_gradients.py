@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import lost_peers_translated, original_error, with_token
-from tests.unit.tensorflow.test_operations import both_ways, together
-from tests.unit.worlds import WorldDriver
+from tests.unit.tensorflow.test_operations import both_ways
+from tests.unit.worlds import together
 
 
 def reduced_steps():
@@ -72,25 +68,8 @@ def reduced_steps():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_of_every_kind_are_averaged_in_one_reduction(count):
-    for checks in together(reduced_steps, count):
+    for checks in together(reduced_steps, count=count):
         assert [name for name, right in checks.items() if not right] == []
-
-
-def one_trace():
-    hvd.init()
-    reducer, traces = GradientReducer(), []
-
-    @tf.function
-    def step(x):
-        traces.append(1)
-        return reducer([x * 2.0])[0][0]
-
-    results = [step(tf.fill([4], float(hvd.rank()))).numpy()[0] for _ in range(5)]
-    return len(traces), results[-1]
-
-
-def test_a_graph_is_traced_once():
-    assert together(one_trace, 2) == [(1, 1.0)] * 2
 
 
 def tapes():
@@ -120,79 +99,11 @@ def tapes():
 
 
 def test_distributed_tape_returns_averaged_gradients():
-    for checks in together(tapes, 2):
+    for checks in together(tapes):
         assert [name for name, right in checks.items() if not right] == []
 
 
 # --- a lost peer ----------------------------------------------------------------------------------
-
-
-def lose_a_peer(report):
-    hvd.init()
-    reducer = GradientReducer()
-    variable, counter = tf.Variable([1.0]), tf.Variable(0)
-
-    @tf.function
-    def step():
-        (grad,), _ = reducer([variable * 2.0])
-        with tf.control_dependencies([grad]):
-            variable.assign_sub(grad)
-            counter.assign_add(1)
-
-    step()
-    before = variable.numpy().tolist()
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        with lost_peers_translated():
-            step()
-    except HorovodInternalError as error:
-        return {
-            "the cause is TensorFlow's": isinstance(error.__cause__, tf.errors.OpError),
-            "nothing changed": variable.numpy().tolist() == before and int(counter) == 1,
-        }
-    return {"no error": False}
-
-
-def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_variable():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(lose_a_peer, None, count=2)
-        (checks,) = driver.results(1)
-    assert [name for name, right in checks.items() if not right] == []
-
-
-def lose_a_peer_eagerly():
-    hvd.init()
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        GradientReducer()([tf.ones([4])])
-    except HorovodInternalError:
-        return True
-    return False
-
-
-def test_lost_peer_raises_horovod_internal_error_eagerly():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(lose_a_peer_eagerly, count=2)
-        assert driver.results(1) == [True]
-
-
-def test_errors_with_other_causes_are_not_translated():
-    def raises():
-        raise ConnectionError("connection reset by peer: a shop that sells sockets")
-
-    @tf.function
-    def graph():
-        return tf.numpy_function(lambda: raises(), [], tf.float32)
-
-    with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, lost_peers_translated():
-        graph()
-    assert original_error(caught.value) is None
-    with pytest.raises(tf.errors.CancelledError), lost_peers_translated():
-        raise tf.errors.CancelledError(None, None, "the iterator was closed")
-    with pytest.raises(ZeroDivisionError), lost_peers_translated():
-        _ = 1 / 0
 
 
 def test_contradictory_settings_are_refused():
@@ -202,15 +113,3 @@ def test_contradictory_settings_are_refused():
         GradientReducer(op=hvd.Sum, predivide=2.0)
     with pytest.raises(UsageError, match="Adasum"):
         GradientReducer(op=hvd.Adasum)
-
-
-def fails_while_a_lost_peer_is_handled():
-    try:
-        raise with_token(HorovodInternalError("a peer is gone"))
-    except HorovodInternalError:
-        return 1 / 0
-
-
-def test_error_raised_while_a_lost_peer_is_handled_is_not_translated():
-    with pytest.raises(ZeroDivisionError), lost_peers_translated():
-        fails_while_a_lost_peer_is_handled()

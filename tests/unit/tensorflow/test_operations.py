@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
 
+import spark_elastic.keras as on_keras
 import spark_elastic.tensorflow as hvd
+import spark_elastic.torch as on_torch
+from spark_elastic.collective.reduction import Compressor
 from spark_elastic.errors import UsageError
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int16", "int32", "int64", "uint8")
-
-
-def together(function, count: int, args=()):
-    with WorldDriver(start_with=count) as driver:
-        driver.start(function, *args, count=count)
-        return driver.results(count)
 
 
 def both_ways(function):
@@ -61,7 +59,7 @@ def reductions():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_member_gets_the_same_reduction_for_every_type(count):
-    for checks in together(reductions, count):
+    for checks in together(reductions, count=count):
         assert [name for name, right in checks.items() if not right] == []
 
 
@@ -108,35 +106,8 @@ def movements():
 
 
 def test_gathers_broadcasts_and_exchanges_deliver_the_right_rows():
-    for checks in together(movements, 2):
+    for checks in together(movements):
         assert [name for name, right in checks.items() if not right] == []
-
-
-def as_in_torch(r, n):
-    """The same derivatives on both sides."""
-    import torch
-
-    import spark_elastic.torch as in_torch
-
-    checks = {}
-    calls = {
-        "broadcast": lambda hvd, t: hvd.broadcast(t, 1),
-        "reducescatter": lambda hvd, t: hvd.reducescatter(t, op=hvd.Sum),
-        "reducescatter of averages": lambda hvd, t: hvd.reducescatter(t, op=hvd.Average, prescale_factor=0.5),
-        "alltoall": lambda hvd, t: hvd.alltoall(t),
-        "allgather": lambda hvd, t: hvd.allgather(t),
-        "allreduce": lambda hvd, t: hvd.allreduce(t),
-    }
-    for name, call in calls.items():
-        values = np.arange(1.0, 2 * n + 1, dtype="f4") * (r + 1)
-        here = tf.Variable(values)
-        with tf.GradientTape() as tape:
-            out = call(hvd, here)
-            loss = tf.reduce_sum(tf.square(out) * (r + 2.0))
-        there = torch.tensor(values, requires_grad=True)
-        (call(in_torch, there).square() * (r + 2.0)).sum().backward()
-        checks[f"{name} as in torch"] = np.allclose(tape.gradient(loss, here).numpy(), there.grad.numpy())
-    return checks
 
 
 def derivatives():
@@ -173,26 +144,12 @@ def derivatives():
             run = wrap(lambda t, op=op: slope(lambda v: hvd.reducescatter(v, op=op), t))
             expected = [(k + 1.0) * scale for k in range(n)]
             checks[f"reducescatter {op} {how}"] = run(tf.ones([n])).numpy().tolist() == expected
-    checks |= as_in_torch(r, n)
     return checks
 
 
 def test_gradients_flow_through_collectives():
-    for checks in together(derivatives, 2):
+    for checks in together(derivatives):
         assert [name for name, right in checks.items() if not right] == []
-
-
-def test_a_world_of_one_returns_its_input():
-    hvd.init()
-    try:
-        tensor = tf.constant([1.0, 2.0])
-        for call in both_ways(lambda t: hvd.allreduce(t)):
-            assert call(tensor).numpy().tolist() == [1.0, 2.0]
-        assert hvd.allgather(tensor).numpy().tolist() == [1.0, 2.0]
-        assert hvd.alltoall(tensor).numpy().tolist() == [1.0, 2.0]
-        hvd.broadcast_variables([tf.Variable(1.0)], root_rank=0)
-    finally:
-        hvd.shutdown()
 
 
 def test_unsupported_tensors_and_operators_are_refused():
@@ -211,3 +168,60 @@ def test_unsupported_tensors_and_operators_are_refused():
             hvd.broadcast_global_variables(0)
     finally:
         hvd.shutdown()
+
+
+# --- compressors --------------------------------------------------------------------------------------
+
+
+def test_casts_convert_floating_point_tensors_of_both_frameworks_and_back():
+    assert hvd.Compression is on_torch.Compression is on_keras.Compression
+    for compressor, name in ((hvd.Compression.fp16, "float16"), (hvd.Compression.bf16, "bfloat16")):
+        sent, context = compressor.compress(tf.constant([1.5, 2.0], tf.float64))
+        assert sent.dtype.name == name
+        assert compressor.decompress(sent, context).dtype == tf.float64
+        sent, context = compressor.compress(torch.tensor([1.5, 2.0], dtype=torch.float64))
+        assert sent.dtype == getattr(torch, name)
+        assert compressor.decompress(sent, context).dtype == torch.float64
+
+    for tensor in (tf.constant([3]), torch.tensor([3])):
+        sent, context = hvd.Compression.fp16.compress(tensor)
+        assert sent is tensor
+        assert hvd.Compression.fp16.decompress(sent, context) is tensor
+
+
+class Halved(Compressor):
+    """A custom compressor for tensors of TensorFlow and torch: it sends half of each value."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, "halved"
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        assert ctx == "halved"
+        return tensor * 2
+
+
+def with_custom_compressor():
+    hvd.init()
+    here = hvd.rank() + 1.0
+    in_tensorflow = hvd.allreduce(tf.fill([3], here), op=hvd.Sum, compression=Halved).numpy().tolist()
+    in_graph = tf.function(lambda: hvd.reducescatter(tf.fill([4], here), op=hvd.Sum, compression=Halved))()
+    in_torch = on_torch.allreduce(torch.full((3,), here), op=hvd.Sum, compression=Halved).tolist()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = on_torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=Halved, op=hvd.Sum)
+    (weight * here).sum().backward()
+    optimizer.step()
+    variable = tf.Variable([1.0, 1.0])
+    with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, compression=Halved) as tape:
+        loss = tf.reduce_sum(variable * here)
+    gradient = tape.gradient(loss, [variable])[0]
+    return in_tensorflow, in_graph.numpy().tolist(), in_torch, weight.tolist(), np.asarray(gradient).tolist()
+
+
+def test_custom_compressor_is_used_by_every_collective():
+    for tensorflow, graph, in_torch, weight, gradient in together(with_custom_compressor):
+        assert tensorflow == in_torch == [3.0] * 3
+        assert graph == [3.0] * 2
+        assert weight == [-3.0] * 2
+        assert gradient == [3.0] * 2

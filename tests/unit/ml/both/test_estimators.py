@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 from pyspark.ml.linalg import VectorUDT
-from pyspark.ml.param import Params
 from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, StructType
 
 from spark_elastic import LocalLauncher
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import StoreError
-from spark_elastic.jobs.driver_callbacks import DriverRun
 from tests.unit.ml.torch.estimators import make_set
 
 SCHEMA = StructType([StructField("features_0", ArrayType(FloatType()))])
-ONLY_READ_WITH_SPARK = {"dataset_id", "keep_dataset", "store", "transform_batch_size"}
-ONLY_READ_IF_EXACT = {"virtual_workers"}
 
 
 def scaled(columns: dict[str, Any]) -> dict[str, Any]:
@@ -174,22 +170,3 @@ def test_settings_of_transform_go_with_the_model(fit: Any) -> None:
     predictor = model._saved_predictor()
     assert (predictor.threads, predictor.device) == (2, "cpu")
     assert (model.getInferenceFn(), model.getTransformBatchSize()) == (scaled, 7)
-
-
-def test_every_setting_is_read(fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting that nothing reads has no effect."""
-    read: set[str] = set()
-    get = Params.getOrDefault
-
-    def record(self: Params, param: Any) -> Any:
-        read.add(param if isinstance(param, str) else param.name)
-        return get(self, param)
-
-    # Describing a training reads all settings that decide over its result, whether they have an effect or not.
-    monkeypatch.setattr("spark_elastic.ml.estimator.ElasticEstimator._identity", lambda self, dataset: {})
-    monkeypatch.setattr("spark_elastic.ml.estimator.ElasticEstimator._driver_run", lambda self, _: DriverRun("", {}))
-    monkeypatch.setattr(Params, "getOrDefault", record)
-    model, made = fit(checkpoint_dir=tmp_path, run_id="a", checkpoint_best_of="loss", epochs=1)
-    model._saved_predictor()
-    model.transformSchema(SCHEMA)
-    assert {param.name for param in made.params} - read - ONLY_READ_IF_EXACT == ONLY_READ_WITH_SPARK

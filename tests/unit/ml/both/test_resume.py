@@ -9,13 +9,11 @@ from tests.unit.ml.in_worlds import EPOCHS, NEVER, At, checkpoints_in, end, stop
 
 VARIANTS = {
     "torch": [
-        "plain",
+        "dropout",
         "Adam with options by parameter",
-        "a schedule by epoch",
         "a schedule by step",
         "a schedule by metric",
         "metrics with states",
-        "an optimizer's class",
     ],
     "keras": ["plain", "running means, dropout and slots"],
 }
@@ -43,9 +41,7 @@ def test_training_cut_within_an_epoch_resumes_behind_its_last_row(framework, var
     trainings.assert_as_undisturbed(result, tmp_path / "cut", expected)
 
 
-@pytest.mark.parametrize(
-    ("event", "count"), [("on_epoch_begin", 2), ("on_validation_end", 2), ("on_epoch_end", 3), ("on_fit_end", 1)]
-)
+@pytest.mark.parametrize(("event", "count"), [("on_validation_end", 2), ("on_epoch_end", 3), ("on_fit_end", 1)])
 def test_training_cut_between_epochs_resumes_with_the_next(framework, event, count, data, tmp_path, undisturbed):
     result, latest = stop_and_resume(framework.trainings, data, tmp_path, event, count, CheckpointPlan(every_epochs=1))
     assert latest.position == 0

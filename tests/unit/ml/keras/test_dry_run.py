@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from spark_elastic.data.dataset import pack
-from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
-from spark_elastic.ml.callbacks import Callback, EarlyStopping
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.keras.dry_run import dry_run
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.trainings import dense, make_net, make_training
+from tests.unit.ml.keras.trainings import dense, make_training
 
 
 def try_training(data, tmp_path, inference_fn=None, **changes):
@@ -67,14 +65,6 @@ class Odd(Callback):
         return {"x": object()}
 
 
-class Locked:
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __call__(self, columns):
-        return columns
-
-
 def small(columns):
     return {**columns, "features_0": columns["features_0"][:, :5]}
 
@@ -91,33 +81,12 @@ OTHER = {"metrics": []}
     [
         ({"transformation_fn": small}, DataError, r"(?s)expected .*6.*The tensors were: .*features_0 float64 \[4, 6\]"),
         ({"loss": "categorical_crossentropy", **OTHER}, DataError, r"(?s)shape.*label_0 int64 \[4\]"),
-        (
-            {"loss": trainings.cross_entropy(ignore_class=-1), "metrics": [Most()]},
-            InvalidSettingsError,
-            "metric .*most",
-        ),
-        (
-            {"metrics": [keras.metrics.SparseCategoricalCrossentropy("lr")]},
-            InvalidSettingsError,
-            "cannot be called 'lr'",
-        ),
-        ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
-        (
-            {"callbacks": [keras.callbacks.EarlyStopping("val_f1")]},
-            InvalidSettingsError,
-            "EarlyStopping monitors 'val_f1', and the logs have loss, accuracy, label_sum, val_loss",
-        ),
+        ({"loss": trainings.cross_entropy(), "metrics": [Most()]}, InvalidSettingsError, "metric .*most"),
+        ({"metrics": [keras.metrics.SparseCategoricalAccuracy("lr")]}, InvalidSettingsError, "cannot be called 'lr'"),
+        ({"callbacks": [keras.callbacks.EarlyStopping("val_f1")]}, InvalidSettingsError, "monitors 'val_f1', and"),
         ({"callbacks": [keras.callbacks.EarlyStopping("label_sum")]}, InvalidSettingsError, "mode='max'"),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
-        ({"transformation_fn": Locked()}, NotPicklableError, r"transformation_fn \(Locked\) cannot be sent .*lock"),
-        ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
         ({"loss": needs_python}, AttributeError, "numpy"),
-        ({"order": "lanes", "shuffle": False}, InvalidSettingsError, "lanes. shuffles rows"),
-        (
-            {"callbacks": [EarlyStopping("loss", restore_best=True), EarlyStopping("val_loss", restore_best=True)]},
-            InvalidSettingsError,
-            "by loss min and by val_loss min",
-        ),
     ],
 )
 def test_misfit_is_reported_with_names_types_and_shapes(changes, error, said, data, tmp_path):
@@ -164,13 +133,6 @@ def test_model_that_transform_cannot_call_has_a_reason(data, tmp_path, caplog):
     assert [output.shape for output in found.outputs] == [(3,)]
 
 
-def test_dry_run_does_not_change_the_model(data, tmp_path):
-    training = make_training(data, tmp_path, model=make_net())
-    before = [value.tolist() for value in training.model.load().get_weights()]
-    dry_run(training, None)
-    assert [value.tolist() for value in training.model.load().get_weights()] == before
-
-
 class Buggy(keras.layers.Layer):
     """A layer whose fault shows only when it is called with rows."""
 
@@ -186,11 +148,3 @@ def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(data, tmp_path
     monkeypatch.setattr(Buggy, "broken", True)
     with pytest.raises(NameError, match="not_there"):
         try_training(data, tmp_path, model=net)
-
-
-def test_a_monitor_of_a_missing_validation_says_how_to_get_one(tmp_path):
-    rows = {"features_0": np.zeros((8, 6), "float32"), "label_0": np.zeros(8, "int64")}
-    pack(rows, tmp_path / "set" / "plain")
-    stopping = keras.callbacks.EarlyStopping("val_loss")
-    with pytest.raises(InvalidSettingsError, match=r"'val_loss'.* need a validation: validation=0.1"):
-        try_training(tmp_path / "set", tmp_path, callbacks=[stopping])

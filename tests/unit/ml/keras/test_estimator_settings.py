@@ -5,21 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import ArrayType, DoubleType, FloatType, LongType, StructField, StructType
 
-keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
+from spark_elastic import ElasticKerasEstimator
+from spark_elastic.data.dataset import pack
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.keras import compiling
+from spark_elastic.ml.keras.compiling import (
+    check_losses,
+    check_named,
+    compile_arguments,
+    order_by_name,
+)
+from tests.unit.ml.keras.estimators import estimator, make_net, settings
+from tests.unit.ml.keras.test_pickling import Own, Told
 
-from spark_elastic import ElasticKerasEstimator, ElasticKerasModel  # noqa: E402
-from spark_elastic.data.dataset import pack  # noqa: E402
-from spark_elastic.data.store import Store  # noqa: E402
-from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
-from tests.unit.ml.keras.estimators import estimator, make_net, settings  # noqa: E402
-from tests.unit.ml.keras.test_compiling import two  # noqa: E402
-from tests.unit.ml.keras.test_pickling import Own, OwnModel, Told  # noqa: E402
+
+def two(as_dict: bool = False) -> Any:
+    """Inputs "a" and "b", outputs "kind" and "size"."""
+    a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
+    joined = keras.layers.Concatenate()([a, b])
+    kind = keras.layers.Dense(4, name="kind")(joined)
+    size = keras.layers.Dense(1, name="size")(joined)
+    if as_dict:
+        return keras.Model({"b": b, "a": a}, {"size": size, "kind": kind})
+    return keras.Model([a, b], [kind, size])
 
 
 @pytest.fixture
@@ -33,31 +48,6 @@ def checked(**changes: Any) -> None:
     ElasticKerasEstimator(**made)._check_complete(from_columns=True)
 
 
-@pytest.mark.parametrize("kind", [ElasticKerasEstimator, ElasticKerasModel])
-def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) -> None:
-    made = kind()
-    for param in made.params:
-        assert len(param.doc) > 10
-        assert param.doc.endswith(".")
-        ending = "".join(part.capitalize() for part in param.name.split("_"))
-        assert getattr(made, f"get{ending}")() == param.default
-        assert getattr(made, f"set{ending}").__doc__
-
-
-def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> None:
-    from spark_elastic import ElasticTorchEstimator
-
-    names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
-    of_torch = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
-    assert torchs - names == {*of_torch, "virtual_workers", "generators"}
-    assert names - torchs == {"weighted_metrics", "custom_objects"}
-
-
-def test_exact_training_is_refused_before_workers_start() -> None:
-    with pytest.raises(InvalidSettingsError, match="consistency='exact' is for PyTorch alone"):
-        ElasticKerasEstimator(**settings(consistency="exact"))
-
-
 def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:
     schema = StructType([StructField("id", LongType()), StructField("other", LongType()), StructField("y", LongType())])
     for kind, stored in (("float32", "<f4"), ("int64", "<i8")):
@@ -68,49 +58,20 @@ def test_integers_that_the_models_input_would_round_are_refused_while_writing() 
     assert made._tensors(schema).dtypes["features_0"] == "<i4"
 
 
-def compiled(**more: Any) -> Any:
-    net = make_net()
-    net.compile("adam", **more)
-    return net
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy", keras.metrics.AUC()]},
-        {"optimizer": "adam"},
-        {"model": compiled(loss="mse"), "optimizer": None, "loss": None},
-        {"model": compiled(), "optimizer": None, "loss": None},  # its layers add their losses
-        {"model": two(), "loss": {"kind": "mse", "size": "mae"}, "label_cols": ["y", "z"], "loss_weights": {"kind": 2}},
-        {"model": two(), "loss": {"size": "mae"}},
-        {"callbacks": [keras.callbacks.ReduceLROnPlateau()]},
-        {"callbacks": keras.callbacks.TerminateOnNaN()},
-        {"device": "gpu:1"},
-    ],
-)
-def test_forms_of_compile_arguments_are_accepted(changes: dict[str, Any]) -> None:
-    checked(**changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"model": Own}, r"model must be a keras.Model, not a class; make one: Own\(...\)"),
         ({"model": "net.keras"}, r"keras.saving.load_model\('net.keras'\) loads one"),
         ({"model": keras.layers.Dense(3)}, r"model must be a keras.Model, not <Dense"),
-        ({"optimizer": None}, "optimizer is not set, and the model is not compiled"),
-        ({"optimizer": "adan"}, "did you mean 'adam'"),
         ({"loss": None}, "loss is not set, and the model is not compiled"),
-        ({"loss": "crossentropy"}, "loss='crossentropy' is not a loss of Keras"),
-        ({"loss": ["mse", "mse"]}, "2 losses for the 1 outputs of the model"),
         ({"model": two(), "loss": "mse"}, r"2 losses \(of the outputs kind, size\) for 1 label_cols"),
         ({"loss": ["mse"], "loss_weights": [1, 2]}, "2 loss_weights for 1 losses"),
         ({"loss": {"a": "mse"}, "loss_weights": {"b": 2}}, "loss_weights has 'b', and loss has a"),
         ({"callbacks": [print]}, "callbacks must be a list of .*, not of <built-in function print>"),
         ({"device": "abacus"}, "'abacus' is not a device"),
+        ({"consistency": "exact"}, "consistency='exact' is for PyTorch alone"),
         ({"custom_objects": [Own]}, "custom_objects must be a dict with names as keys"),
-        ({"batchsize": 3}, "did you mean 'batch_size'"),
         (
             {"model": keras.Sequential([keras.Input(batch_shape=(32, 6)), keras.layers.Dense(3)])},
             "takes batches of 32 rows only",
@@ -146,12 +107,9 @@ SCHEMA = StructType(
 def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: str) -> None:
     made = estimator(loss=loss, feature_cols=["x"], label_cols=[label])._tensors(SCHEMA)
     assert made.dtypes["label_0"] == dtype
-
-
-def test_class_numbers_are_refused_by_one_hot_losses() -> None:
-    made = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
+    one_hot = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
     with pytest.raises(DataError, match=r"'whole' is one number a row, but categorical_crossentropy .* use sparse_"):
-        made._tensors(SCHEMA)
+        one_hot._tensors(SCHEMA)
 
 
 def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
@@ -235,27 +193,121 @@ def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
         training(dataset, tmp_path, model=keras.Sequential([keras.layers.Dense(3)]), transformation_fn=dict)
 
 
-class Forgetful(keras.layers.Layer):
-    def __init__(self, table: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.table = table
-
-    def call(self, x: Any) -> Any:
-        return x
-
-
-def test_setting_that_cannot_be_pickled_is_named_with_a_remedy(dataset: Any, tmp_path: Path) -> None:
-    forgetful = OwnModel(3)
-    forgetful(np.zeros((1, 6)))
-    no_config = keras.Sequential([keras.Input((6,)), Forgetful(object())])
-    for model in (forgetful, no_config):
-        with pytest.raises(NotPicklableError, match=r"(?s)model cannot be sent .*get_config.*register_keras_serial"):
-            training(dataset, tmp_path, model=model)
-
-
 def test_the_same_model_is_described_in_the_same_words_whatever_keras_calls_it() -> None:
     described = [estimator(model=make_net())._described("model") for _ in range(2)]
     assert described[0] == described[1]
     assert estimator(model=make_net(9))._described("model") != described[0]
     rates = [estimator(optimizer=keras.optimizers.SGD(rate))._described("optimizer") for rate in (0.1, 0.1, 0.2)]
     assert rates[0] == rates[1] != rates[2]
+
+
+# --- arguments of compile -----------------------------------------------------------------------------
+
+
+def own(label: Any, output: Any) -> Any:
+    return label - output
+
+
+@pytest.mark.parametrize(
+    ("loss", "rule", "label"),
+    [
+        ("mse", "value", "<f4"),
+        ("sparse_categorical_crossentropy", "argmax_probability", "<i8"),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "argmax", "<i8"),
+        (keras.losses.CategoricalCrossentropy(), "argmax_probability", "<f4"),
+        ("binary_crossentropy", "binary_probability", "<f4"),
+        (keras.losses.BinaryCrossentropy(from_logits=True), "binary_logit", "<f4"),
+        (keras.losses.Hinge(), "binary_logit", "<f4"),
+        (keras.losses.mean_absolute_error, "value", "<f4"),
+        ({"class_name": "Huber", "module": "keras.losses", "config": {}}, "value", "<f4"),
+        (own, None, None),
+        (keras.losses.Dice(), None, None),
+    ],
+    ids=str,
+)
+def test_loss_decides_the_prediction_and_the_type_of_labels(loss: Any, rule: Any, label: Any) -> None:
+    assert (compiling.rule(loss), compiling.label_dtype(loss)) == (rule, label)
+
+
+def test_settings_come_before_what_the_model_was_compiled_with() -> None:
+    model = two()
+    model.compile("sgd", loss=["mse", "mae"], loss_weights=[1, 2], metrics=[["mse"], ["mae"]])
+    none: dict[str, Any] = dict.fromkeys(("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics"))
+    its_own = compile_arguments(model, **none)
+    assert isinstance(its_own.optimizer, keras.optimizers.SGD)
+    assert (its_own.loss, its_own.loss_weights, its_own.metrics) == (["mse", "mae"], [1, 2], [["mse"], ["mae"]])
+    changed = compile_arguments(model, **{**none, "optimizer": "adam", "loss": "mse", "metrics": []})
+    assert isinstance(changed.optimizer, keras.optimizers.Adam)
+    assert (changed.loss, changed.loss_weights, changed.metrics) == ("mse", None, [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (None, "optimizer is not set, and the model is not compiled"),
+        ("adan", "did you mean 'adam'"),
+        (keras.optimizers.Adam, r"make one: Adam\(\)"),
+        (3, "must be a keras.optimizers.Optimizer, its name or its configuration, not 3"),
+    ],
+)
+def test_value_that_is_not_an_optimizer_is_refused(optimizer: Any, said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        compile_arguments(two(), optimizer=optimizer, loss="mse")
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("msee", "loss='msee' is not a loss of Keras"),
+        (keras.losses.MeanSquaredError, r"make one: MeanSquaredError\(\)"),
+        (["mse"], "1 losses for the 2 outputs of the model"),
+        ({"colour": "mse"}, "'colour', and the model's outputs are kind, size"),
+        ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \(x, y\)"),
+    ],
+)
+def test_loss_that_does_not_fit_the_outputs_is_refused(loss: Any, said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        check_losses(two(), loss, ["x", "y"])
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_losses_belong_to_outputs_in_their_order(as_dict: bool) -> None:
+    model = two(as_dict)
+    assert check_losses(model, {"size": "mae", "kind": "mse"}, ["x", "y"]) == [("kind", "mse"), ("size", "mae")]
+    assert check_losses(model, "mse", ["x", "y"]) == [("kind", "mse"), ("size", "mse")]
+    assert check_losses(model, ["mse", None], ["x"]) == [("kind", "mse")]
+
+
+def of_dict(*names: str, width: int = 2) -> Any:
+    inputs = {name: keras.Input((width,), name=name) for name in names}
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.concatenate(list(inputs.values()))))
+
+
+@pytest.mark.parametrize(
+    ("columns", "order"),
+    [
+        (["b", "a"], [1, 0]),
+        ([["x"], ["a"]], [1, 0]),
+        (["a", "x"], [0, 1]),
+        (["x", "y"], None),
+        (["a"], None),
+    ],
+)
+def test_columns_go_to_the_inputs_of_their_names(columns: Any, order: Any) -> None:
+    assert order_by_name(of_dict("b", "a"), columns) == order
+    given = ElasticKerasEstimator(model=of_dict("b", "a"), feature_cols=columns, input_shapes=[(2,), (1, 2)])
+    if order == [1, 0]:
+        assert given._given("feature_cols") == columns[::-1]
+        assert given._given("input_shapes") == [[1, 2], [2]]
+        assert given.getFeatureCols() == columns
+
+
+def test_columns_of_other_names_are_refused_for_a_dict_of_equal_shapes() -> None:
+    with pytest.raises(
+        InvalidSettingsError, match=r"'x' and 'y' to 'a' and 'b', which are inputs of one shape in a dict"
+    ):
+        check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["x"], ["y"]])
+    check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["a"], ["y"]])
+    wide = {"a": keras.Input((2,)), "b": keras.Input((3,))}
+    check_named("feature_cols", "inputs", wide, [["x"], ["y"]])
+    check_named("feature_cols", "inputs", [keras.Input((2,))] * 2, [["x"], ["y"]])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from spark_elastic.data.dataset import pack
-from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.feeding import BatchFeeder
 from spark_elastic.ml.keras.model import KerasPredictor
-from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import alone, make_net, make_training
 
 ROWS = 7
@@ -38,40 +34,17 @@ def numbers(*shape, dtype=np.float32):
     return np.arange(np.prod((ROWS, *shape))).reshape(ROWS, *shape).astype(dtype)
 
 
-def test_batches_have_their_positions_and_all_rows(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, training = feeding(tmp_path, columns)
-    batches = list(fed(feed, training))
-    assert [(one.start, one.stop, one.rows, one.global_rows) for one in batches] == [(0, 4, 4, 4), (4, 7, 3, 3)]
-    assert [row for one in batches for row in one.parts[0].tensors[1].numpy().tolist()] == [*range(ROWS)]
-    assert [spec.shape.as_list() for spec in feed.specs] == [[None, 6], [None]]
-
-
-def test_a_share_is_cut_into_parts_and_a_worker_without_rows_has_none(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, training = feeding(tmp_path, columns, accumulation=3)
-    batches = list(fed(feed, training, batch_size=5, rank=1, size=2))
-    assert [[part.rows for part in one.parts] for one in batches] == [[1, 1, 1], [1]]
-    batches = list(fed(feed, training, batch_size=2, rank=0, size=3))
-    assert [one.rows for one in batches] == [len(one.parts) for one in batches]
-    assert 0 in [one.rows for one in batches]
-
-
 def test_float64_columns_take_the_type_of_the_model(tmp_path):
     columns = {"features_0": numbers(6, dtype=np.float64), "label_0": numbers(dtype=np.float64)}
     feed, training = feeding(tmp_path, columns)
     assert [spec.dtype for spec in feed.specs] == [tf.float32, tf.float32]
     (first, *_) = fed(feed, training)
     assert first.parts[0].tensors[0].dtype == tf.float32
+    small = {"features_0": numbers(6, dtype=np.uint8), "label_0": numbers(dtype=np.int32)}
+    assert [spec.dtype for spec in feeding(tmp_path / "1", small)[0].specs] == [tf.uint8, tf.int32], "as they are"
     double = keras.Sequential([keras.Input((6,), dtype="float64"), keras.layers.Dense(3, dtype="float64")])
     feed, _ = feeding(tmp_path / "2", columns, double)
     assert [spec.dtype for spec in feed.specs] == [tf.float64, tf.float64]
-
-
-def test_other_types_stay_as_they_are(tmp_path):
-    columns = {"features_0": numbers(6, dtype=np.uint8), "label_0": numbers(dtype=np.int32)}
-    feed, _ = feeding(tmp_path, columns)
-    assert [spec.dtype for spec in feed.specs] == [tf.uint8, tf.int32]
 
 
 @pytest.mark.parametrize(("kind", "most"), [("float32", 2**24), ("int32", 2**31 - 1), ("int64", 2**62)])
@@ -89,12 +62,6 @@ def test_integers_that_the_models_input_would_change_are_refused(kind, most, tmp
         list(fed(feed, training))
     with pytest.raises(DataError, match=said):
         KerasPredictor(model)({"features_0": given + 1})
-
-
-def test_a_prediction_leaves_no_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    KerasPredictor(make_net())({"features_0": numbers(6)})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_inputs_are_a_tensor_a_list_or_a_dict_as_the_model_takes_them(tmp_path):
@@ -158,41 +125,3 @@ def test_rows_with_another_shape_than_the_first_batch_are_refused(tmp_path):
         DataError, match=r"features_0 is float32 \[5\] in this batch and was float32 \[6\] in the first"
     ):
         list(fed(feed, training))
-
-
-def test_errors_of_a_transformation_are_the_users_own(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, training = feeding(tmp_path, columns)
-
-    def failing(columns):
-        raise KeyError("no such thing")
-
-    feed._columns._transformation = failing
-    with pytest.raises(KeyError, match="no such thing"):
-        list(fed(feed, training))
-
-
-def test_stopping_early_closes_the_generator(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
-    feed, _ = feeding(tmp_path, columns)
-    closed = []
-
-    def batches():
-        try:
-            for start in range(0, 100, 2):
-                rows = {name: column[:2] for name, column in columns.items()}
-                yield Batch(rows, 2, 2, start, start + 2)
-        finally:
-            closed.append(True)
-
-    for _ in range(2):
-        running = feed.batches(batches())
-        assert next(running).stop == 2
-        assert next(running).stop == 4
-        running.close()
-    assert closed == [True, True]
-
-
-def test_dataset_with_several_kinds_of_fields_is_trained_on(data, tmp_path):
-    result = alone(make_training(data, tmp_path, rows="two inputs", model=trainings.embedded(), epochs=1))
-    assert result["history"][0]["rows"] == trainings.ROWS

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
-
-from spark_elastic.data.dataset import Dataset, pack  # noqa: E402
-from spark_elastic.errors import InvalidSettingsError, NotPicklableError  # noqa: E402
-from spark_elastic.ml.keras.fidelity import differences  # noqa: E402
-from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
-from tests.unit.ml.keras.estimators import HereEstimator, estimator  # noqa: E402
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.errors import InvalidSettingsError, NotPicklableError
+from spark_elastic.ml.keras.fidelity import differences
+from spark_elastic.ml.keras.pickling import KerasPickle
+from tests.unit.ml.keras.estimators import HereEstimator, estimator
 
 
 @pytest.fixture(scope="module")

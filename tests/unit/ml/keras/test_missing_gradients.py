@@ -15,7 +15,7 @@ from spark_elastic.data.dataset import pack
 from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.serialization import arrays_from_bytes
 from tests.unit.ml.keras.trainings import cross_entropy, dense, in_float64, make_training, outcome
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, BATCH = 40, 8
 
@@ -144,11 +144,7 @@ def differences(rows: dict[str, np.ndarray], folder: Path) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_workers_train_weights_without_gradients_as_plain_keras(count, tmp_path):
+def test_workers_train_weights_without_gradients_as_plain_keras(tmp_path):
     rows = write_sets(tmp_path / "sets")
-    # in a process of its own too if it is one, where TensorFlow has not run
-    with WorldDriver(start_with=count) as driver:
-        driver.start(train_all, tmp_path / "sets", tmp_path / "store", count=count)
-        driver.results(count)
+    together(train_all, tmp_path / "sets", tmp_path / "store", count=3)
     assert differences(rows, tmp_path / "store") == []

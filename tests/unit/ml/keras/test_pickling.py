@@ -10,15 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
-
-from spark_elastic.errors import NotPicklableError  # noqa: E402
-from spark_elastic.ml.keras import serialization  # noqa: E402
-from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
+from spark_elastic.errors import NotPicklableError
+from spark_elastic.ml.keras import safe_objects, serialization
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.serialization import comparable_config
 
 ROOT = Path(__file__).parents[4]
 
@@ -52,6 +51,11 @@ class Told(OwnModel):
         return {**super().get_config(), "width": self.width}
 
 
+class OwnMetric(keras.metrics.Mean):
+    def __init__(self, factor: float, name: str = "own") -> None:
+        super().__init__(name=name)
+
+
 class OwnLoss(keras.losses.Loss):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -59,11 +63,6 @@ class OwnLoss(keras.losses.Loss):
 
     def call(self, label: Any, output: Any) -> Any:
         return self.factor * (label - output)
-
-
-class OwnMetric(keras.metrics.Mean):
-    def __init__(self, factor: float, name: str = "own") -> None:
-        super().__init__(name=name)
 
 
 def relu(x: Any) -> Any:
@@ -118,16 +117,6 @@ def test_users_model_class_needs_a_complete_config() -> None:
             KerasPickle.of(value)
 
 
-def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    loss, crossentropy, optimizer = KerasPickle.of(
-        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
-    ).load()
-    assert loss.factor == 3.0
-    assert crossentropy.get_config()["from_logits"]
-    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
-
-
 MAKES = """
 import sys, pickle, keras
 from spark_elastic.ml.keras.pickling import KerasPickle
@@ -149,35 +138,21 @@ print(sealed.load()(numpy.ones((1, 3))).numpy().tolist())
 """
 
 
+def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    loss, crossentropy, optimizer = KerasPickle.of(
+        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
+    ).load()
+    assert loss.factor == 3.0
+    assert crossentropy.get_config()["from_logits"]
+    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
+
+
 def test_classes_of_main_reach_another_process_and_load_imports_keras() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout
     opened = subprocess.run([sys.executable, "-c", OPENS], env=env, input=made, capture_output=True, check=True).stdout
     assert opened.decode().strip() == "[[2.0, 2.0, 2.0]]"
-
-
-def _layer_by_layer():
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-
-
-def _functional():
-    given = keras.Input((3,))
-    return keras.Model(given, keras.layers.Dense(2)(given))
-
-
-@pytest.mark.parametrize("make", [_layer_by_layer, _functional])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_model_of_keras_layers_is_stored_without_a_pickle(make, compiled):
-    from spark_elastic.ml.keras import safe_objects
-
-    model = make()
-    if compiled:
-        model.compile("adam", "mse")
-    file = safe_objects.dumps({"model": model})
-    assert file is not None
-    again = safe_objects.loads(file)["model"]
-    assert again.compiled == compiled
-    assert [w.tolist() for w in again.get_weights()] == [w.tolist() for w in model.get_weights()]
 
 
 def test_archives_stay_in_memory(tmp_path, monkeypatch):
@@ -191,3 +166,58 @@ def test_archives_stay_in_memory(tmp_path, monkeypatch):
     assert all((a == b).all() for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True))
     assert [each.name for each in tmp_path.iterdir()] == ["model.keras"]
     assert (tmp_path / "model.keras").read_text() == "of somebody else"
+
+
+# --- arguments that a configuration of Keras leaves out -----------------------------------------------
+
+
+WITH_ARGUMENTS = [
+    (keras.losses.Huber, {"delta": 2.5}),
+    (keras.losses.CosineSimilarity, {"axis": 1}),
+    (keras.losses.SparseCategoricalCrossentropy, {"axis": 1, "from_logits": True, "ignore_class": 3}),
+    (keras.losses.CategoricalCrossentropy, {"label_smoothing": 0.1}),
+    (keras.metrics.CosineSimilarity, {"axis": 1}),
+    (keras.metrics.SparseTopKCategoricalAccuracy, {"k": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), WITH_ARGUMENTS)
+def test_arguments_survive_saving_without_trust_and_pickling(kind, arguments):
+    made = kind(**arguments)
+    file = safe_objects.dumps({"loss": [made]})
+    assert file is not None
+    for loaded in (safe_objects.loads(file)["loss"][0], KerasPickle.of(made).load()):
+        assert type(loaded) is kind
+        for name, value in arguments.items():
+            assert loaded._fn_kwargs[name] == value
+    assert comparable_config(made) == comparable_config(kind(**arguments)) != comparable_config(kind())
+
+
+LOSSES = [
+    kind
+    for _, kind in sorted(vars(keras.losses).items())
+    if isinstance(kind, type) and issubclass(kind, keras.losses.Loss) and kind is not keras.losses.Loss
+]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_type_of_a_loss_survives_saving_without_trust_and_pickling(kind, dtype):
+    made = kind(dtype=dtype)
+    assert made.dtype != kind().dtype
+    file = safe_objects.dumps(made)
+    assert file is not None
+    for loaded in (safe_objects.loads(file), KerasPickle.of(made).load()):
+        assert type(loaded) is kind
+        assert loaded.dtype == made.dtype
+    assert comparable_config(made) != comparable_config(kind())
+
+
+def test_an_argument_may_be_an_array():
+    made = keras.losses.CategoricalFocalCrossentropy(alpha=np.array([0.2, 0.3, 0.5]), axis=1)
+    file = safe_objects.dumps(made)
+    assert file is not None
+    loaded = safe_objects.loads(file)
+    assert loaded.axis == 1
+    np.testing.assert_array_equal(loaded.alpha, made.alpha)
+    assert comparable_config(made) is not None

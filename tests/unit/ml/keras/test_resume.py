@@ -51,12 +51,8 @@ def larger():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, "was written with seed=0, but seed is 1 now"),
         ({"metrics": []}, r"was written with metrics=\['loss', 'compile_metrics', "),
-        (
-            {"model": larger},
-            r"another model or optimizer: .*kernel of shape \[6, 8\] where .*kernel of shape \[6, 9\] is",
-        ),
+        ({"model": larger}, r"another model or optimizer: .*\[6, 8\] where .*kernel of shape \[6, 9\] is"),
         ({"optimizer": lambda: keras.optimizers.Adam(0.1)}, r"another model or optimizer: there are 6 arrays for 10"),
         ({"callbacks": [EarlyStopping("loss")]}, r"written with the callbacks \[\], but the callbacks are \['Early"),
     ],
@@ -89,25 +85,15 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch_also_after_a_resum
 # --- what is in files -------------------------------------------------------------------------------
 
 
-def test_arrays_of_types_that_numpy_does_not_know_come_back():
-    bfloat16 = keras.ops.cast([1.5, -2.0], "bfloat16").numpy()
-    given = {"a": np.arange(6.0).reshape(2, 3), "b": bfloat16, "c": np.array(7), "d": np.zeros((0, 2), np.int8)}
+def test_arrays_of_any_type_come_back_and_a_file_that_would_run_code_is_not_loaded(tmp_path):
+    given = {"a": keras.ops.cast([1.5, -2.0], "bfloat16").numpy(), "c": np.array(7), "d": np.zeros((0, 2), np.int8)}
     found = arrays_from_bytes(arrays_to_bytes(given))
-    assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
-        name: (one.dtype, one.shape, one.tolist()) for name, one in given.items()
-    }
-
-
-@pytest.mark.parametrize("damage", [lambda file: b"nothing of ours", lambda file: file[:100], lambda file: b""])
-def test_damaged_file_of_arrays_is_reported(damage):
-    with pytest.raises(CheckpointError, match="not a file of arrays"):
-        arrays_from_bytes(damage(arrays_to_bytes({"a": np.ones(3)})))
-
-
-def test_file_that_would_run_code_is_not_loaded(tmp_path):
+    for name, one in given.items():
+        assert (found[name].dtype, found[name].shape, found[name].tolist()) == (one.dtype, one.shape, one.tolist())
     np.savez(tmp_path / "x.npz", a=np.array([TheEnd()], dtype=object))
-    with pytest.raises(CheckpointError, match="not a file of arrays"):
-        arrays_from_bytes((tmp_path / "x.npz").read_bytes())
+    for file in ((tmp_path / "x.npz").read_bytes(), b"nothing of ours"):
+        with pytest.raises(CheckpointError, match="not a file of arrays"):
+            arrays_from_bytes(file)
 
 
 def test_weights_fill_models_of_the_same_architecture_alone():

@@ -32,10 +32,8 @@ from tests.unit.ml.in_worlds import (
     VALIDATION_ROWS,
     At,
     EpochCounter,
-    Telling,
     assert_same_outcome,
     at_call,
-    end,
     plain_outcome,
 )
 
@@ -179,10 +177,6 @@ def close(expected: Any) -> Any:
     return in_worlds.close(expected, TOLERANCE)
 
 
-def ending(event: str, count: int) -> At:
-    return At(event, count, end)
-
-
 # --- variants ---------------------------------------------------------------------------------------
 
 
@@ -262,10 +256,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, global_clipnorm=0.05)
     },
     "a schedule and regularisation": {"optimizer": less_every_step, "model": regularised},
-    "a loss that is a sum": {
-        "loss": lambda: cross_entropy(reduction="sum"),
-        "optimizer": lambda: keras.optimizers.Adagrad(0.1),
-    },
     "a loss and metrics of another kind": {
         "loss": lambda: own_mean,
         "metrics": lambda: [
@@ -279,7 +269,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "weighted_metrics": ["accuracy"],
         "loss": lambda: cross_entropy(reduction="mean_with_sample_weight"),
     },
-    "an ignored class, in parts": {"loss": lambda: cross_entropy(ignore_class=1), "accumulation": 2},
     "sparse gradients in parts": {
         "model": embedded,
         "rows": "two inputs",
@@ -294,8 +283,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss_weights": {"kind": 1.0, "size": 0.3},
         "metrics": {"kind": ["accuracy"], "size": ["mae"]},
     },
-    "a batch larger than the set": {"batch_size": 1000},
-    "batch normalisation": {"model": lambda: make_net(norm=True), "metrics": ["accuracy"]},
     "batch normalisation, fewer rows than workers": {
         "model": lambda: make_net(norm=True),
         "batch_size": (ROWS - 2) // 3,
@@ -311,13 +298,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Settings under which the result must not depend on the world."""
 
+WORLDLY: dict[str, dict[str, Any]] = {
+    "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
+    "compressed": {"compression": "bf16"},
+}
+"""And settings under which it does."""
+
 
 def variant_of(name: str) -> dict[str, Any]:
     """Return the settings of a variant, with new models, optimizers and losses."""
     with in_float64():
         return {
             key: value() if key in (*COMPILED, "model") and isinstance(value, type(make_net)) else value
-            for key, value in VARIANTS[name].items()
+            for key, value in {**VARIANTS, **WORLDLY}[name].items()
         }
 
 
@@ -373,7 +366,6 @@ def _die_within(kind: str, count: int) -> None:
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
-        "before buffers are shared": (KerasEngine, "share_buffers"),
         "while the model is written": (KerasEngine, "model_file"),
     }[kind]
     plain_method, dies = getattr(place, name), at_call(count, die)
@@ -412,7 +404,3 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
     engine.adapt_callbacks = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
-
-
-def in_worker_that_tells(data: Path, folder: Path) -> Any:
-    return outcome(make_training(data, folder, callbacks=[Telling()]))

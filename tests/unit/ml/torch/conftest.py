@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch import estimators, trainings
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +22,9 @@ def undisturbed(data, tmp_path_factory):
     """The outcome and weights of the training in a world of one."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """The set of `estimators.make_set`."""
+    return estimators.make_set(tmp_path_factory.mktemp("estimators"))

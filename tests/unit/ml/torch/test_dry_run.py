@@ -20,11 +20,6 @@ from spark_elastic.ml.serving import Serving
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
-
-
 def wrong_net() -> nn.Module:
     return nn.Linear(5, 3)
 
@@ -33,8 +28,8 @@ def detached(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(*batch.inputs).detach().mean()
 
 
-def strange_metric(output: Any, label: Any) -> Any:
-    raise ValueError("no such thing")
+def by_class(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == label).float()
 
 
 def no_label(columns: dict[str, Any]) -> dict[str, Any]:
@@ -45,14 +40,16 @@ OTHER: dict[str, Any] = {"optimizer": torch.optim.SGD}
 TWO_BEST = [BestCheckpoint("loss"), BestCheckpoint("val_loss")]
 
 
+def scheduler_of_another() -> dict[str, Any]:
+    net = make_net()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    return {"model": net, "optimizer": first, "lr_scheduler": torch.optim.lr_scheduler.StepLR(second, 1)}
+
+
 def expanded() -> nn.Module:
     net = nn.Linear(6, 3)
     net.weight = nn.Parameter(torch.zeros(3, 1).expand(3, 6))
     return net
-
-
-def all_pairs(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output - label).square().mean()
 
 
 class Locked(nn.Linear):
@@ -75,6 +72,14 @@ def plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def stepped(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 class Odd(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -90,10 +95,6 @@ class Odder(nn.Linear):
         return {"seen": {1, 2}}
 
     def set_extra_state(self, state: Any) -> None: ...
-
-
-def frozen() -> nn.Module:
-    return make_net().requires_grad_(False)
 
 
 def table(**options: Any) -> nn.Module:
@@ -129,15 +130,17 @@ def second_output(model: Any, batch: Any) -> Any:
     [
         ({"model": table(max_norm=0.5), **OTHER}, InvalidSettingsError, "1 is an EmbeddingBag with max_norm=0.5"),
         ({"model": table(scale_grad_by_freq=True), **OTHER}, InvalidSettingsError, "with scale_grad_by_freq=True"),
+        ({"model": table(sparse=True), "optimizer": momentum}, InvalidSettingsError, "in the state of SGD is sparse"),
         ({"model": Segments(), **OTHER}, InvalidSettingsError, r"gradient of twice.* 2 times.* use_reentrant=False"),
         ({"loss": None, "train_fn": second_output}, DataError, "in validation .*no second output"),
         ({"model": wrong_net()}, DataError, r"cannot deal with the first 4 rows: .*features_0 float32 \[4, 6\]"),
         ({"loss": nn.BCELoss()}, DataError, r"label_0 int64 \[4\]"),
-        ({"metrics": {"a": strange_metric}}, DataError, r"the metrics cannot .* no such thing"),
-        ({"metrics": {"loss": strange_metric}}, InvalidSettingsError, "cannot be called 'loss'"),
+        ({"metrics": {"a": lambda output, label: 1 / 0}}, DataError, r"the metrics cannot .* division by zero"),
+        ({"metrics": {"loss": by_class}}, InvalidSettingsError, "cannot be called 'loss'"),
         ({"metrics": {"a": 3}}, InvalidSettingsError, "the metric a is neither"),
         ({"loss": None, "train_fn": detached}, InvalidSettingsError, "does not depend on any parameter"),
-        ({"model": frozen()}, InvalidSettingsError, "does not depend on any parameter"),
+        ({"model": make_net().requires_grad_(False)}, InvalidSettingsError, "does not depend on any parameter"),
+        (scheduler_of_another(), InvalidSettingsError, "made for another optimizer"),
         ({"loss": [nn.CrossEntropyLoss()] * 2}, InvalidSettingsError, "2 losses were given for 1 labels"),
         ({"optimizer": torch.optim.LBFGS}, InvalidSettingsError, "LBFGS"),
         ({"optimizer": lambda params: 3}, InvalidSettingsError, "it gave int"),
@@ -145,14 +148,11 @@ def second_output(model: Any, batch: Any) -> Any:
         ({"model": expanded(), "optimizer": torch.optim.SGD}, InvalidSettingsError, "SGD cannot change"),
         ({"model": Locked()}, NotPicklableError, r"model \(Locked\) cannot be sent .*lock"),
         ({"loss": locked_loss()}, NotPicklableError, "loss .*cannot be sent .*lock"),
-        (
-            {"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER},
-            DataError,
-            r"MSELoss needs .* shape \[4, 4\]",
-        ),
-        ({"loss": all_pairs, "model": nn.Linear(6, 1), **OTHER}, DataError, r"label_0 \[4\] and output 0 \[4, 1\]"),
+        ({"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER}, DataError, r"MSELoss needs .*\[4, 4\]"),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
+        ({"lr_scheduler": plateau, "scheduler_interval": "step"}, InvalidSettingsError, "with ReduceLROnPlateau"),
+        ({"lr_scheduler": stepped, "scheduler_monitor": "loss"}, InvalidSettingsError, "which follows no value"),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
         ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),
@@ -182,10 +182,7 @@ def test_misfit_is_reported_with_names_types_and_shapes(
         ({"callbacks": [len]}, "callbacks must be a list of"),
         ({"num_proc": None}, "set num_proc"),
         ({"run_options": {"elastic_timeout": -1}}, "elastic_timeout must be a positive number"),
-        (
-            {"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)},
-            "4 of .* lr=0.5.* Parameters of a loss",
-        ),
+        ({"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)}, "4 of .* lr=0.5.* Parameters of a loss"),
     ],
 )
 def test_settings_are_checked_before_anything_is_read(changes: dict[str, Any], said: str, dataset: Dataset) -> None:
@@ -193,14 +190,6 @@ def test_settings_are_checked_before_anything_is_read(changes: dict[str, Any], s
     given.update(changes)
     with pytest.raises(InvalidSettingsError, match=said):
         HereEstimator(**given).from_dataset_path(dataset)
-
-
-def test_a_scheduler_of_another_optimizer_is_refused(dataset: Dataset) -> None:
-    net = make_net()
-    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
-    scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
-    with pytest.raises(InvalidSettingsError, match="made for another optimizer"):
-        estimator(model=net, optimizer=first, lr_scheduler=scheduler).from_dataset_path(dataset)
 
 
 def test_dataset_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -> None:
@@ -239,29 +228,6 @@ def test_model_that_needs_transformation_fn_fails_in_transform_only(dataset: Dat
         dataset
     )
     assert [column.name for column in model._added()] == ["output", "prediction"]
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"kind": self.a(x), "size": self.b(x).squeeze(1)}
-
-
-def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
-    chosen: dict[str, Any] = {"model": TwoHeads(), "optimizer": torch.optim.SGD, "epochs": 1}
-    chosen["loss"] = nn.CrossEntropyLoss()
-    model = estimator(**chosen).from_dataset_path(dataset)
-    assert [column.name for column in model._added()] == ["output_0", "output_1", "prediction"]
-    named = estimator(**chosen, output_cols=["kind", "size"]).from_dataset_path(dataset)
-    assert [(column.name, column.shape.shape) for column in named._added()[:2]] == [
-        ("kind", (3,)),
-        ("size", ()),
-    ]
-    with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
-        model.setOutputCols(["one"])._added()
 
 
 class Recurrent(nn.Module):
@@ -311,14 +277,14 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
     expected = next(iter(returned.values())) if isinstance(returned, dict) else returned[taken[0]]
     assert torch.allclose(torch.from_numpy(first), expected)
     assert Fitted.from_json(json.loads(json.dumps(model._fitted.to_json()))) == model._fitted
+    if len(taken) == 2:
+        assert [column.name for column in model.setOutputCols(["a", "b"])._added()] == ["a", "b", "prediction"]
+        with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
+            model.setOutputCols(["one"])._added()
 
 
 def of_second(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch.inputs[0])[1], batch.labels[0])
-
-
-def by_class(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output.argmax(1) == label).float()
 
 
 def test_model_without_a_value_for_any_row_says_what_it_returns(dataset: Dataset) -> None:
@@ -339,34 +305,11 @@ def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, capl
     def share(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output.argmax(1) == label).float().mean()
 
-    def by_row(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return (output.argmax(1) == label).float()
-
-    estimator(metrics={"right": by_row}, epochs=1).from_dataset_path(dataset)
+    estimator(metrics={"right": by_class}, epochs=1).from_dataset_path(dataset)
     assert "returns one number" not in caplog.text
-    model = estimator(metrics={"share": share, "right": by_row}, epochs=1).from_dataset_path(dataset)
+    model = estimator(metrics={"share": share, "right": by_class}, epochs=1).from_dataset_path(dataset)
     assert "the metric share returns one number for the rows that it is given" in caplog.text
     assert model.history["share"] == pytest.approx(model.history["right"])
-
-
-class WithHelper(nn.Module):
-    """A model with a second output, in training alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return (self.first(x), self.second(x)) if self.training else self.first(x)
-
-
-def test_function_that_fails_in_validation_is_refused_before_workers_start(dataset: Dataset) -> None:
-    def train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        first, second = model(*batch.inputs)
-        return cross_entropy(first, batch.labels[0]) + 0.4 * cross_entropy(second, batch.labels[0])
-
-    with pytest.raises(DataError, match="the model and its loss in validation cannot deal with"):
-        estimator(**OTHER, model=WithHelper(), loss=None, train_fn=train_fn).from_dataset_path(dataset)
 
 
 # --- modules whose shapes follow from the first rows ------------------------------------------------
@@ -390,7 +333,7 @@ def by_train_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch.inputs[0]), batch.labels[0])
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": None, "train_fn": by_train_fn}, {"optimizer": torch.optim.SGD}])
+@pytest.mark.parametrize("changes", [{}, {"loss": None, "train_fn": by_train_fn, "optimizer": torch.optim.SGD}])
 def test_lazy_modules_are_trained_as_after_a_call_with_rows(changes: dict[str, Any], dataset: Dataset) -> None:
     def fitted(called_before: bool) -> Any:
         net = LazyInside()
@@ -427,30 +370,16 @@ def test_a_lazy_module_that_the_first_rows_do_not_reach_is_named(dataset: Datase
 
 
 class Buggy(nn.Linear):
-    """A model with a fault in its code: a name, an attribute or an argument that does not exist."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__(6, 3)
-        self.fault = fault
+    """A model with a fault in its code."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fault == "name":
-            x = not_there(x)  # type: ignore[name-defined]  # noqa: F821
-        elif self.fault == "attribute":
-            x = self.not_there(x)
-        elif self.fault == "argument":
-            x = int(None)  # type: ignore[call-overload]
+        x = not_there(x)  # type: ignore[name-defined]  # noqa: F821
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"), [("name", NameError), ("attribute", AttributeError), ("argument", TypeError)]
-)
-def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(
-    fault: str, error: type[Exception], dataset: Dataset
-) -> None:
-    with pytest.raises(error) as caught:
-        estimator(model=Buggy(fault), optimizer=torch.optim.SGD).from_dataset_path(dataset)
+def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(dataset: Dataset) -> None:
+    with pytest.raises(NameError) as caught:
+        estimator(model=Buggy(6, 3), optimizer=torch.optim.SGD).from_dataset_path(dataset)
     assert any("x = " in str(frame.statement) and "test_dry_run" in str(frame.path) for frame in caught.traceback)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.callbacks import Callback, EarlyStopping
-from tests.unit.ml.torch.estimators import estimator, make_net, make_set, weights_of
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, DatasetError, InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.persistence import plain_and_objects
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
 
 
 def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -33,11 +38,6 @@ CHANGES_THE_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
-
-
-@pytest.fixture(scope="module")
 def plain(dataset: Dataset) -> Any:
     return estimator().from_dataset_path(dataset)
 
@@ -51,6 +51,15 @@ def test_the_trained_weights_depend_on(name: str, dataset: Dataset, plain: Any) 
     assert weights_of(estimator(**changes).from_dataset_path(dataset)) != weights_of(reference)
 
 
+def test_settings_reach_the_workers(dataset: Dataset) -> None:
+    options = {"order": "lanes", "prefetch": 1}
+    made = estimator(gradient_compression="bf16", accumulation_steps=4, device="cpu", data_options=options)
+    made.from_dataset_path(dataset)
+    given = made.training
+    assert (given.compression, given.accumulation, given.device) == ("bf16", 4, "cpu")
+    assert (given.order, given.prefetch) == ("lanes", 1)
+
+
 def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
     net = make_net(width=5)
     before = [value.clone() for value in net.state_dict().values()]
@@ -58,12 +67,6 @@ def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
     assert model.module[0].out_features == 5
     assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
     assert not torch.equal(model.module[0].weight, net[0].weight)
-
-
-def test_metrics_are_columns_of_the_history(dataset: Dataset) -> None:
-    model = estimator(metrics={"ones": lambda output, label: torch.ones(len(label))}).from_dataset_path(dataset)
-    assert model.history["ones"] == [1.0, 1.0]
-    assert model.history["val_ones"] == [1.0, 1.0]
 
 
 def test_scheduler_monitor_is_the_column_that_is_followed(dataset: Dataset) -> None:
@@ -74,20 +77,6 @@ def test_scheduler_monitor_is_the_column_that_is_followed(dataset: Dataset) -> N
     assert estimator(**settings).from_dataset_path(dataset).history["lr"] == [0.1, 0.1, 0.1]  # the loss gets better
     model = estimator(**settings, scheduler_monitor="rows").from_dataset_path(dataset)  # always the same
     assert model.history["lr"] == pytest.approx([0.1, 0.1, 0.01])
-
-
-def test_callbacks_are_called_and_may_stop_the_training(dataset: Dataset) -> None:
-    stop = EarlyStopping("rows", patience=1)
-    model = estimator(callbacks=[stop], epochs=10).from_dataset_path(dataset)
-    assert len(model.history) == 2
-
-
-def test_device_is_where_workers_train(dataset: Dataset) -> None:
-    made = estimator(device="cpu")
-    made.from_dataset_path(dataset)
-    assert made.training.device == "cpu"
-    with pytest.raises(InvalidSettingsError, match="device='gpu'"):
-        estimator(device="gpu").from_dataset_path(dataset)
 
 
 class Threads(Callback):
@@ -110,12 +99,6 @@ def test_num_threads_are_those_of_the_worker(dataset: Dataset, tmp_path: Path) -
         torch.set_num_threads(before)
 
 
-def test_gradient_compression_and_accumulation_steps_reach_the_workers(dataset: Dataset) -> None:
-    made = estimator(gradient_compression="bf16", accumulation_steps=4)
-    made.from_dataset_path(dataset)
-    assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
-
-
 def with_norm(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
 
@@ -129,9 +112,6 @@ def test_sync_batch_norm_is_on_and_the_fitted_model_has_ordinary_layers(dataset:
         [type(each) for each in model.module] == [type(each) for each in net] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
     )
     assert int(model.module[1].num_batches_tracked) == 12
-    made = estimator(model=net, sync_batch_norm=False)
-    made.from_dataset_path(dataset)
-    assert not made.training.sync_batch_norm
 
 
 class Scaled(nn.BatchNorm1d):
@@ -149,29 +129,6 @@ def test_a_layer_that_cannot_be_synchronised_is_named(
     assert all("1 (Scaled)" in each for each in said)
 
 
-def shapes(model: nn.Module, batch: Any) -> Any:
-    loss = nn.functional.cross_entropy(model(batch.inputs[0].flatten(1)), batch.labels[0].reshape(-1))
-    return loss, torch.tensor([batch.inputs[0].shape[1], batch.labels[0].dim()]).expand(batch.rows, 2)
-
-
-def test_input_shapes_and_label_shapes_are_those_that_the_model_sees(dataset: Dataset) -> None:
-    settings: dict[str, Any] = {"loss": None, "train_fn": shapes}
-    settings["metrics"] = {
-        "axis": lambda output, label: output[:, 0].double(),
-        "axes": lambda output, label: output[:, 1].double(),
-    }
-    model = estimator(**settings, input_shapes=[(2, 3)], label_shapes=[(1,)]).from_dataset_path(dataset)
-    assert (model.history["axis"], model.history["axes"]) == ([2.0, 2.0], [2.0, 2.0])
-    model = estimator(**settings).from_dataset_path(dataset)
-    assert (model.history["axis"], model.history["axes"]) == ([6.0, 6.0], [1.0, 1.0])
-
-
-def test_data_options_reach_the_readers(dataset: Dataset) -> None:
-    made = estimator(data_options={"order": "lanes", "prefetch": 1})
-    made.from_dataset_path(dataset)
-    assert (made.training.order, made.training.prefetch) == ("lanes", 1)
-
-
 def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     estimator(checkpoint_dir=tmp_path / "runs", run_id="a").from_dataset_path(dataset)
     other = make_set(tmp_path / "other", extra=lambda count: torch.zeros(count, 2).numpy())
@@ -181,44 +138,101 @@ def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_p
         estimator(checkpoint_dir=tmp_path / "runs", run_id="a", seed=1).from_dataset_path(dataset)
 
 
-def test_prediction_says_how_it_is_made_and_has_to_fit_the_output(dataset: Dataset) -> None:
-    def rules(**changes: Any) -> list[str]:
-        return [column.rule for column in estimator(**changes).from_dataset_path(dataset)._added()]
-
-    assert rules(prediction="argmax", epochs=1) == ["", "argmax"]
-    with pytest.raises(InvalidSettingsError, match=r"prediction='value' does not go with .* shape \[3\]"):
-        rules(prediction="value", epochs=1)
+# --- inputs: ordered by number, in one shape ----------------------------------------------------------
 
 
-class FullDriver:
-    """A SparkContext whose JVM has no memory left."""
-
-    applicationId = "app"
-
-    def broadcast(self, payload: bytes) -> Any:
-        raise RuntimeError("An error occurred while calling o1.readBroadcastFromFile: java.lang.OutOfMemoryError")
-
-
-def test_driver_without_memory_for_the_model_is_named_with_its_setting(dataset: Dataset) -> None:
-    model = estimator().from_dataset_path(dataset)
-    with pytest.raises(InvalidSettingsError, match=r"MB; raise spark\.driver\.memory"):
-        model._shipped(FullDriver())
-
-
-class Table(torch.nn.Module):
-    """A model whose gradients are sparse."""
+class Two(nn.Module):
+    """Inputs [n, 6] and [n, 2]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.nn.Embedding(2, 3, sparse=True)
+        self.wide, self.narrow = nn.Linear(6, 3), nn.Linear(2, 3)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.table((features[:, 0] > 0).long())
+    def forward(self, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        # `view` across rows, as in models that were written for the tensors of a DataLoader: they are contiguous
+        return self.wide(wide.view(-1).view(-1, 6)) - self.narrow(narrow.view(-1).view(-1, 2))
 
 
-def test_optimizer_with_a_sparse_state_is_refused_before_workers_start(dataset: Dataset) -> None:
-    def momentum(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+class Image(nn.Module):
+    """Input [n, 1, height, 3]."""
 
-    with pytest.raises(InvalidSettingsError, match=r"momentum_buffer in the state of SGD is sparse.*SparseAdam"):
-        estimator(model=Table(), optimizer=momentum).from_dataset_path(dataset)
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, (height, 3))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.conv(image).flatten(1)
+
+
+def rows(**more: Any) -> dict[str, Any]:
+    """Columns by names in another order than their numbers."""
+    generator = np.random.default_rng(1)
+    features = {"features_1": (24, 2), "features_x": (24, 1), "features_0": (24, 6)}
+    made = {name: generator.normal(size=shape).astype(np.float32) for name, shape in features.items()}
+    return {**{name: value for name, value in made.items() if name in more.get("only", made)}, "label_0": [0, 1, 2] * 8}
+
+
+def fitted(dataset: Dataset, model: nn.Module, **changes: Any) -> Any:
+    chosen = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 1, **changes}
+    return HereEstimator(**settings(**chosen)).from_dataset_path(dataset)
+
+
+def test_inputs_are_ordered_by_number_not_by_their_order_in_the_dataset(tmp_path: Path) -> None:
+    model = fitted(pack(rows(), tmp_path), Two())
+    inputs = model._facts_of_fit().inputs
+    assert [field.name for field in inputs] == ["features_0", "features_1"]
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def test_input_shapes_are_those_of_transform_too(tmp_path: Path) -> None:
+    dataset = pack(rows(only=["features_0"]), tmp_path)
+    changes = {"transformation_fn": cropped, "inference_fn": cropped}
+    assert len(fitted(dataset, Image(1), input_shapes=[(1, 2, 3)], **changes)._added()) == 2
+    model = fitted(dataset, Image(2), input_shapes=[(1, 2, 3)])
+    assert model._facts_of_fit().inputs[0].shape == (1, 2, 3)
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def cropped(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "features_0": columns["features_0"][:, :, :1]}
+
+
+# --- settings without an effect, credentials ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"dataset_id": "x"}, InvalidSettingsError, "dataset_id: from_dataset_path writes no rows"),
+        ({"keep_dataset": True}, InvalidSettingsError, "keep_dataset: from_dataset_path"),
+        ({"data_options": {"allow_nan": True}}, InvalidSettingsError, "'allow_nan'"),
+        ({"feature_cols": ["a", "b"]}, DatasetError, r"feature_cols=\['a', 'b'\], but .* of \['features_0'\]"),
+        ({"label_cols": ["y", "z"]}, DatasetError, r"label_cols=\['y', 'z'\], but"),
+        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the dataset .* was made of \[\]"),
+    ],
+)
+def test_settings_that_contradict_an_existing_dataset_are_refused(
+    settings: dict[str, Any], error: type[Exception], said: str, dataset: Dataset
+) -> None:
+    with pytest.raises(error, match=said):
+        estimator(**settings).from_dataset_path(dataset)
+
+
+def test_dataset_without_validation_rows_is_refused_if_validation_is_set(tmp_path: Path) -> None:
+    from spark_elastic.data.dataset import pack
+
+    rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
+    with pytest.raises(DatasetError, match=r"validation=0\.1, but the dataset in .* was written without validation="):
+        estimator(validation=0.1).from_dataset_path(pack(rows, tmp_path))
+
+
+def test_credentials_are_not_written_with_an_estimator() -> None:
+    made = ElasticTorchEstimator(storage_options={"key": os.urandom(4).hex()}, epochs=3)
+    plain, objects, _ = plain_and_objects(made)
+    assert (plain, objects) == ({"epochs": 3}, {})
+
+
+def test_a_store_is_written_with_an_estimator_by_its_name_and_needs_no_trust(tmp_path: Path) -> None:
+    for store in (str(tmp_path), tmp_path, Store.create(tmp_path)):
+        plain, objects, _ = plain_and_objects(ElasticTorchEstimator(store=store))
+        assert (plain, objects) == ({"store": str(tmp_path)}, {})

@@ -19,7 +19,7 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.spec import TorchTraining
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_objective import Fixed, batch, cut
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS, CLASSES, TOKENS = 13, 3, 5
 GENERATOR = torch.Generator().manual_seed(11)
@@ -77,6 +77,7 @@ TORCH = [
     (nn.KLDivLoss(reduction="sum"), SCORES.log_softmax(1), PROBABLE),
     (nn.CrossEntropyLoss(reduction="sum"), TOKEN_SCORES, MANY),
     (nn.MSELoss(), SCORES[:, :1], PROBABLE[:, 0]),  # labels without the last axis of 1
+    (nn.L1Loss(), SCORES[:, :1], ONE),  # and integers
     (nn.BCEWithLogitsLoss(), SCORES[:, 0], BINARY[:, :1]),
     (nn.CrossEntropyLoss(), SCORES, ONE[:, None]),
 ]
@@ -325,9 +326,7 @@ def test_denominators_of_all_workers_give_the_steps_of_plain_torch(tmp_path):
     expected = [plain_weights(tmp_path / "set", several) for several in (True, False) for _ in range(3)]
     found = [trained_in_parts(tmp_path / "set", tmp_path / "alone")]
     hvd.shutdown()
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trained_in_parts, tmp_path / "set", tmp_path / "three", count=3)
-        found += driver.results(3)
+    found += together(trained_in_parts, tmp_path / "set", tmp_path / "three", count=3)
     for each in found:
         for weights, wanted in zip(each, expected, strict=True):
             assert weights == pytest.approx(wanted, rel=1e-9, abs=1e-12)

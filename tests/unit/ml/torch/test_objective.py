@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, UserDict
 
 import pytest
@@ -51,26 +50,11 @@ def classes(rows=ROWS, seed=2):
     return torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
-LOSSES = {
-    "mean": nn.CrossEntropyLoss(),
-    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
-    "class weights": nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)),
-    "class weights, smoothed": nn.CrossEntropyLoss(
-        torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64), label_smoothing=0.3
-    ),
-    "ignored class, smoothed": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.3),
-    "ignored class": nn.CrossEntropyLoss(ignore_index=2),
-    "sum": nn.CrossEntropyLoss(reduction="sum"),
-    "function": nn.functional.cross_entropy,
-    "own mean": lambda output, label: (output.logsumexp(1) - output.gather(1, label[:, None])[:, 0]).mean(),
-}
+WEIGHTED = nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64))
 
 
-def test_integers_as_labels_of_a_loss_of_numbers_take_the_shape_of_the_output():
-    column = batch(scores(classes=1), labels=(classes(),))
-    expected = (scores(classes=1)[:, 0] - classes()).abs().sum().item()
-    objective = Objective(nn.L1Loss(), None, labels=1, weighted=False)
-    assert objective.forward(Fixed(), column).sums[0].item() == pytest.approx(expected)
+def own_mean(output, label):
+    return (output.logsumexp(1) - output.gather(1, label[:, None])[:, 0]).mean()
 
 
 def test_label_beyond_the_classes_is_reported_with_its_column():
@@ -79,19 +63,9 @@ def test_label_beyond_the_classes_is_reported_with_its_column():
         Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).forward(Fixed(), wrong)
 
 
-@pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["function"]], ids=["module", "function"])
-def test_sample_weights_multiply_the_rows_and_the_sum_is_divided_by_their_number(loss):
-    weights = torch.linspace(0, 2, ROWS, dtype=torch.float64)
-    whole = batch(scores(), labels=(classes(),), weights=weights)
-    objective = Objective(loss, None, labels=1, weighted=True)
-    by_row = nn.functional.cross_entropy(scores(), classes(), reduction="none")
-    parts = [objective.share(objective.forward(Fixed(), part), ROWS, ()) for part in cut(whole, [5, 6])]
-    assert sum(parts).item() == pytest.approx((by_row * weights).sum().item() / ROWS)
-
-
 def test_sample_weights_need_a_loss_with_a_value_for_each_row():
     whole = batch(scores(), labels=(classes(),), weights=torch.ones(ROWS, dtype=torch.float64))
-    objective = Objective(LOSSES["own mean"], None, labels=1, weighted=True)
+    objective = Objective(own_mean, None, labels=1, weighted=True)
     with pytest.raises(DataError, match="has to return a value for each row"):
         objective.forward(Fixed(), whole)
 
@@ -105,25 +79,6 @@ def test_several_losses_are_multiplied_by_their_weights():
     assert objective.share(measured, ROWS, measured.counts).item() == pytest.approx(2 * first + 0.5 * second)
     logs = objective.means([value.item() for value in measured.sums], measured.counts)
     assert logs == pytest.approx({"loss": 2 * first + 0.5 * second, "loss_0": first, "loss_1": second})
-
-
-@pytest.mark.parametrize(
-    ("loss", "labels", "weights", "message"),
-    [
-        ([nn.MSELoss()], 2, None, "1 losses were given for 2 labels"),
-        (nn.MSELoss(), 1, [1, 2], "2 loss_weights were given for 1 losses"),
-    ],
-)
-def test_differing_numbers_of_losses_and_labels_are_refused(loss, labels, weights, message):
-    with pytest.raises(InvalidSettingsError, match=message):
-        Objective(loss, None, labels=labels, weighted=False, loss_weights=weights)
-
-
-def test_too_few_outputs_are_refused():
-    with pytest.raises(DataError, match="1 outputs and there are 2 losses"):
-        Objective(nn.MSELoss(), None, labels=2, weighted=False).forward(
-            Fixed(), batch(scores(), labels=(scores(), scores()))
-        )
 
 
 def test_without_labels_the_loss_is_of_the_input():
@@ -140,18 +95,22 @@ def test_train_fn_computes_the_loss_itself():
         wrong.forward(Fixed(), batch(scores(), labels=(classes(),)))
 
 
+def measured(loss, metrics, whole, sizes, prefix=""):
+    """Return the values of metrics over a batch in parts, and the number of rows."""
+    objective = Objective(loss, None, labels=len(whole.labels), weighted=False)
+    accumulator = TorchMetricAccumulator(objective, metrics)
+    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
+    for part in cut(whole, sizes):
+        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
+    return accumulator.logs(sums.numpy(), pieces, prefix), accumulator.rows(sums.numpy())
+
+
 @pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
 def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
     metrics = {"accuracy": accuracy, "label": label_sum, "by_class": SumMetric(), "outputs": ListMetric()}
-    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
-    accumulator = TorchMetricAccumulator(objective, metrics)
-    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
-    whole = batch(scores(), labels=(classes(),))
-    for part in cut(whole, sizes):
-        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
-    logs = accumulator.logs(sums.numpy(), pieces, "val_")
+    logs, rows = measured(nn.CrossEntropyLoss(), metrics, batch(scores(), labels=(classes(),)), sizes, "val_")
     right = scores().argmax(1) == classes()
-    assert accumulator.rows(sums.numpy()) == ROWS
+    assert rows == ROWS
     assert logs["val_accuracy"] == pytest.approx(right.double().mean().item())
     assert logs["val_label"] == pytest.approx(classes().double().mean().item())
     assert logs["val_by_class_1"] == pytest.approx((right & (classes() == 1)).sum().item() / ROWS)
@@ -167,13 +126,7 @@ def test_torchmetrics_metrics_equal_those_of_all_rows_at_once():
         "auroc": classification.MulticlassAUROC(3),
         "f1": classification.MulticlassF1Score(3),
     }
-    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
-    accumulator = TorchMetricAccumulator(objective, metrics)
-    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
-    whole = batch(scores(), labels=(classes(),))
-    for part in cut(whole, [4, 1, 6]):
-        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
-    logs = accumulator.logs(sums.numpy(), pieces)
+    logs, _ = measured(nn.CrossEntropyLoss(), metrics, batch(scores(), labels=(classes(),)), [4, 1, 6])
     for name, metric in metrics.items():
         metric.reset()
         assert logs[name] == pytest.approx(metric(scores(), classes()).item())
@@ -189,12 +142,7 @@ def test_binary_torchmetrics_do_not_depend_on_how_logits_are_cut(loss, sizes):
     assert ((logits > 0) & (logits < 0.5)).any()  # a row that would be of class 0 if it were alone
     outputs = logits if isinstance(loss, nn.BCEWithLogitsLoss) else logits.sigmoid()
     labels = (classes() > 0).to(outputs.dtype)[:, None]  # these losses take floats
-    objective = Objective(loss, None, labels=1, weighted=False)
-    accumulator = TorchMetricAccumulator(objective, metrics)
-    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
-    for part in cut(batch(outputs, labels=(labels,)), sizes):
-        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
-    logs = accumulator.logs(sums.numpy(), pieces)
+    logs, _ = measured(loss, metrics, batch(outputs, labels=(labels,)), sizes)
     for name, metric in metrics.items():
         metric.reset()
         assert logs[name] == pytest.approx(metric(logits.sigmoid(), labels.long()).item())
@@ -216,56 +164,29 @@ def test_torchmetrics_without_states_of_their_own_are_refused():
 
 
 def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
-    loss = LOSSES["class weights"]
-    objective = Objective(loss, None, labels=1, weighted=False)
-    accumulator = TorchMetricAccumulator(objective, {})
-    sums = torch.zeros(accumulator.width, dtype=torch.float64)
-    for part in cut(batch(scores(), labels=(classes(),)), [5, 6]):
-        accumulator.measure(objective.forward(Fixed(), part), part.rows, sums)
-    assert accumulator.logs(sums.numpy(), [])["loss"] == pytest.approx(loss(scores(), classes()).item())
+    logs, _ = measured(WEIGHTED, {}, batch(scores(), labels=(classes(),)), [5, 6])
+    assert logs["loss"] == pytest.approx(WEIGHTED(scores(), classes()).item())
 
 
 @pytest.mark.parametrize(
     ("metric", "error", "message"),
     [
         (3, InvalidSettingsError, "the metric wrong is neither a function"),
-        (lambda output, label: output, None, None),
         (lambda output, label: torch.zeros(7), DataError, r"returned a tensor of shape \(7,\) for 11 rows"),
     ],
 )
 def test_metric_without_a_usable_value_is_refused(metric, error, message):
-    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
-
-    def measure():
-        accumulator = TorchMetricAccumulator(objective, {"wrong": metric})
-        sums = torch.zeros(accumulator.width, dtype=torch.float64)
-        accumulator.measure(objective.forward(Fixed(), batch(scores(), labels=(classes(),))), ROWS, sums)
-        return accumulator.logs(sums.numpy(), [])["wrong"]
-
-    if error is None:
-        assert measure() == pytest.approx(scores().mean().item())
-    else:
-        with pytest.raises(error, match=message):
-            measure()
+    with pytest.raises(error, match=message):
+        measured(nn.CrossEntropyLoss(), {"wrong": metric}, batch(scores(), labels=(classes(),)), [ROWS])
 
 
 def test_metric_of_several_outputs_sees_all_or_the_chosen_one():
     whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
-    objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False)
-    accumulator = TorchMetricAccumulator(
-        objective, {"first": (0, accuracy), "both": lambda outputs, labels: float(len(outputs) + len(labels))}
-    )
-    sums = torch.zeros(accumulator.width, dtype=torch.float64)
-    accumulator.measure(objective.forward(Fixed(), whole), ROWS, sums)
-    logs = accumulator.logs(sums.numpy(), [])
+    metrics = {"first": (0, accuracy), "both": lambda outputs, labels: float(len(outputs) + len(labels))}
+    logs, _ = measured([nn.CrossEntropyLoss(), nn.MSELoss()], metrics, whole, [ROWS])
     assert logs["both"] == 4
     assert logs["first"] == pytest.approx(accuracy(scores(), classes()).item())
     assert set(logs) == {"loss", "loss_0", "loss_1", "first", "both"}
-
-
-def test_mean_over_no_rows_is_nan():
-    objective = Objective(nn.CrossEntropyLoss(ignore_index=0), None, labels=1, weighted=False)
-    assert math.isnan(objective.means([0.0], [0.0])["loss"])
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.catalog import is_leased
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import (
     CheckpointError,
-    InvalidSettingsError,
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
@@ -26,7 +28,7 @@ from spark_elastic.errors import (
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import _decode
-from spark_elastic.ml.run_folder import described
+from spark_elastic.ml.run_folder import collect_runs, transient_run
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
@@ -34,11 +36,6 @@ from spark_elastic.ml.torch.training import train
 from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
 
 
 def sgd(rate: float) -> Any:
@@ -88,13 +85,6 @@ def test_rows_in_another_order_or_with_other_text_are_other_rows(dataset: Datase
     estimator(**common, epochs=3).from_dataset_path(dataset)
 
 
-def test_functions_differ_by_code_and_captured_values() -> None:
-    assert described(sgd(0.1)) == described(sgd(0.1))
-    assert described(sgd(0.1)) != described(sgd(0.2))
-    assert described(lambda x: x + 1) != described(lambda x: x + 2)
-    assert described([nn.Linear(2, 3)]) == described([nn.Linear(2, 3)])
-
-
 class LosesItsWorkers(HereEstimator):
     """The first job ends after an epoch, with all of its workers."""
 
@@ -126,10 +116,11 @@ def test_damaged_checkpoints_are_an_error_and_are_kept(dataset: Dataset, tmp_pat
     with pytest.raises(CheckpointError, match=r"none of the checkpoints.*state\.pt is not what was written"):
         estimator(**common).from_dataset_path(dataset)
     assert state.read_bytes() == damaged
+    (tmp_path / "a" / "run.json").unlink()  # as by one that was killed while it deleted the old run
     estimator(**common, resume=False).from_dataset_path(dataset)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize("text", [b"{", b"\xff"])
 def test_damaged_description_of_a_run_is_reported(text: bytes, dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
     estimator(**common).from_dataset_path(dataset)
@@ -167,10 +158,32 @@ def test_model_that_cannot_be_written_is_returned_with_the_results(
     assert f"model.pt could not be written to {tmp_path / 'a'} and came with the results" in caplog.text
 
 
-@pytest.mark.parametrize("run_id", ["../evil", "/a/b", ".", "..", "", "a b"])
-def test_a_run_id_is_the_name_of_a_folder_and_nothing_else(run_id: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="run_id must be letters"):
-        estimator(run_id=run_id, checkpoint_dir="/tmp")
+def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be used"):
+        estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
+
+
+class Away(HereEstimator):
+    """An estimator whose storage fails after the training, when the model has come with the results."""
+
+    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
+        (result,) = super()._run_job(training, context, *events)
+        self.patch.setattr(Store, "list", self.refuse)
+        return [dataclasses.replace(result, unsaved={"model.pt": training.store.read_bytes("model.pt")})]
+
+    patch: pytest.MonkeyPatch
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise TimeoutError("the storage is away")
+
+
+def test_model_comes_with_the_results_if_the_storage_is_away(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))
+    made.patch = monkeypatch
+    assert len(made.from_dataset_path(dataset).history) == 2
 
 
 def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
@@ -178,30 +191,6 @@ def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path
     (tmp_path / "a" / "thesis.txt").write_text("years")
     estimator(checkpoint_dir=str(tmp_path), run_id="a", resume=False).from_dataset_path(dataset)
     assert (tmp_path / "a" / "thesis.txt").exists()
-
-
-def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be used"):
-        estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
-
-
-class Difference(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a - 10 * b) * self.weight
-
-
-def test_numbered_inputs_do_not_depend_on_the_order_in_the_dataset(tmp_path: Path) -> None:
-    ones = np.ones(8, np.float32)
-    swapped = pack({"features_1": 2 * ones, "features_0": ones, "label_0": ones}, tmp_path)
-    model = estimator(model=Difference(), optimizer=torch.optim.SGD, loss=nn.MSELoss(), epochs=1).from_dataset_path(
-        swapped
-    )
-    assert [field.name for field in model._fitted.inputs] == ["features_0", "features_1"]
 
 
 @pytest.mark.parametrize("prefix", ["x", "", "Pickled", "pickled"])
@@ -220,30 +209,52 @@ def test_only_trusted_pickles_are_unpickled(prefix: str, tmp_path: Path) -> None
     assert not (tmp_path / "evil").exists()
 
 
-class Away(HereEstimator):
-    """An estimator whose storage fails after the training, when the model has come with the results."""
-
-    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
-        (result,) = super()._run_job(training, context, *events)
-        self.patch.setattr(Store, "list", self.refuse)
-        return [dataclasses.replace(result, unsaved={"model.pt": training.store.read_bytes("model.pt")})]
-
-    patch: pytest.MonkeyPatch
-
-    def refuse(self, *_: Any, **__: Any) -> Any:
-        raise TimeoutError("the storage is away")
+# --- folders of trainings, datasets that are in use ---------------------------------------------------
 
 
-def test_model_comes_with_the_results_if_the_storage_is_away_at_the_end(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))
-    made.patch = monkeypatch
-    assert len(made.from_dataset_path(dataset).history) == 2
+DAY = 86_400.0
 
 
-def test_starting_over_needs_no_description_of_the_old_run(dataset: Dataset, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a"}
-    estimator(**common, epochs=2).from_dataset_path(dataset)
-    (tmp_path / "a" / "run.json").unlink()  # by one that was killed while it deleted the old run
-    assert len(estimator(**common, epochs=1, resume=False).from_dataset_path(dataset).history) == 1
+def by_lr(lr: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=lr)
+
+
+def test_each_param_map_is_a_separate_training(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path / "set")
+    made = estimator(optimizer=by_lr(0.1), epochs=2, checkpoint_dir=tmp_path / "runs", run_id="a")
+    made._shared_datasets = object()  # as within fitMultiple
+    maps = ({made.epochs: 2}, {made.epochs: 1}, {made.optimizer: by_lr(0.5)})
+    models = [made.from_dataset_path(dataset, params) for params in maps]
+    assert [len(model.history) for model in models] == [2, 1, 2]
+    assert weights_of(models[0]) != weights_of(models[2])
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Path) -> None:
+    runs = Store.create(tmp_path)
+    old, young, strange = (uuid.uuid4().hex for _ in range(3))
+    for name in (f"{old}/checkpoints/1/state.pt", f"{young}/model.pt", f"{strange}/thesis.tex", "named/model.pt"):
+        runs.write_bytes(name, b"x")
+    with transient_run(runs) as running:
+        for path in tmp_path.rglob("*"):
+            if young not in str(path):
+                os.utime(path, (time.time() - 2 * DAY,) * 2)
+        assert collect_runs(runs) == [old]
+        assert running.exists()
+    assert not running.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([young, strange, "named"])
+
+
+def test_existing_dataset_is_leased_during_a_fit(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path)
+
+    def leased_now(optimizer: Any) -> Any:
+        assert is_leased(Store.create(tmp_path))
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    estimator(lr_scheduler=leased_now, epochs=1).from_dataset_path(dataset)
+    assert not is_leased(Store.create(tmp_path))
+    assert not list((tmp_path / "leases").iterdir())
+    (tmp_path / "leases").rmdir()
+    (tmp_path / "leases").write_text("a file where the folder of the leases would be")  # as on read-only storage
+    assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import pack
-from spark_elastic.data.files import LocalSource
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.errors import DataError, HorovodInternalError, InvalidSettingsError, UsageError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.torch import serialization
-from spark_elastic.ml.torch.engine import objective_of
+from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
-from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
@@ -42,42 +37,11 @@ def maker(data, tmp_path, **changes):
     return BatchMaker(make_training(data, tmp_path, **changes), CPU)
 
 
-def test_inputs_and_labels_are_found_by_name_and_other_columns_are_kept(data, tmp_path):
-    (batch,) = maker(data, tmp_path).parts(one_batch())
-    assert [tuple(one.shape) for one in batch.inputs] == [(5, 4), (5, 1)]
-    assert [one.tolist() for one in batch.labels] == [[0, 1, 2, 3, 4]]
-    assert batch["text"] == ["x"] * 5
-    assert batch.weights is None
-
-
-def test_tensors_are_those_of_the_reader_without_a_copy(data, tmp_path):
-    batch = one_batch()
-    (made,) = maker(data, tmp_path).parts(batch)
-    batch.tensors["features_0"][0, 0] = 77
-    assert made.inputs[0][0, 0] == 77
-
-
-def test_shapes_of_one_row_can_be_set(data, tmp_path):
-    (batch,) = maker(data, tmp_path, input_shapes=[(1, 2, 2), None], label_shapes=[(1,)]).parts(one_batch())
-    assert [tuple(one.shape) for one in batch.inputs] == [(5, 1, 2, 2), (5, 1)]
-    assert tuple(batch.labels[0].shape) == (5, 1)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(5, [1, 2, 2]), (2, [1, 1]), (6, [2, 2, 2]), (0, [])])
-def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, data, tmp_path):
-    made = maker(data, tmp_path, accumulation=3).parts(one_batch(rows))
-    assert [len(part.labels[0]) for part in made] == [part.rows for part in made] == parts
-    assert [row for part in made for row in part.labels[0].tolist()] == list(range(rows))
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda columns: None, "must return columns by name, not NoneType"),
-        (
-            lambda columns: {"features_0": columns["features_0"][:2]},
-            "was given 5 rows and returned 2 rows for features_0",
-        ),
+        (lambda columns: {"features_0": columns["features_0"][:2]}, "was given 5 rows and returned 2 rows"),
         (lambda columns: {"features_0": 1.0}, "returned no rows for features_0"),
         (lambda columns: {**columns, "features_0": columns["text"]}, "features_0 holds list values of variable length"),
     ],
@@ -121,19 +85,10 @@ def test_invalid_checkpoint_plan_is_refused(plan):
         CheckpointPlan(**plan)
 
 
-def foreign():
-    return torch.optim.SGD(make_net().parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": foreign()}, "4 of the optimizer's parameters are not the model's"),
-        ({"optimizer": lambda params: None}, "it gave NoneType"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times"),
-        ({"lr_scheduler": torch.optim.lr_scheduler.StepLR(foreign(), 1)}, "belongs to another optimizer"),
         ({"lr_scheduler": lambda optimizer: 3}, "is not a scheduler"),
-        ({"lr_scheduler": trainings.plateau, "scheduler_monitor": "f1"}, "scheduler_monitor='f1' is not one of"),
         ({"device": "cuda:7"}, "sees no GPU"),
         ({"device": "abacus"}, "device='abacus'"),
     ],
@@ -148,59 +103,6 @@ def test_settings_that_do_not_fit_model_or_machine_are_refused(changes, message,
 def test_a_model_without_parameters_cannot_be_trained():
     with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
         build_optimizer(torch.optim.SGD, torch.nn.Flatten())
-
-
-class Busy:
-    """A store that refuses the model a number of times."""
-
-    def __init__(self, store, times):
-        self._store, self._left = store, times
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-    def write_bytes(self, path, data, **options):
-        if path == "model.pt":
-            self._left -= 1
-            if self._left >= 0:
-                raise OSError("503")
-        return self._store.write_bytes(path, data, **options)
-
-
-def result_of(training):
-    try:
-        return train(training)
-    finally:
-        hvd.shutdown()
-
-
-def test_a_store_that_is_busy_is_asked_again(data, tmp_path):
-    training = make_training(data, tmp_path, epochs=1)
-    result = result_of(replace(training, store=Busy(training.store, 1)))
-    assert result.unsaved == {}
-    assert (tmp_path / "model.pt").exists()
-
-
-def test_file_that_the_store_refuses_comes_with_the_result(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "0")
-    training = make_training(data, tmp_path / "refused", epochs=1)
-    result = result_of(replace(training, store=Busy(training.store, 1 << 30)))
-    alone(make_training(data, tmp_path / "written", epochs=1))
-    assert not (tmp_path / "refused" / "model.pt").exists()
-    assert (tmp_path / "refused" / "history.json").exists()
-    assert list(result.unsaved) == ["model.pt"]
-    expected = serialization.loads((tmp_path / "written" / "model.pt").read_bytes())
-    for name, value in serialization.loads(result.unsaved["model.pt"]).items():
-        assert torch.equal(value, expected[name])
-
-
-def test_invalid_save_timeout_is_refused_before_the_first_step(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "5m")
-    called = []
-    training = make_training(data, tmp_path, callbacks=[LambdaCallback(on_batch_begin=called.append)])
-    with pytest.raises(InvalidSettingsError, match="must be a number of seconds"):
-        result_of(training)
-    assert called == []
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -226,26 +128,6 @@ def test_kept_error_of_a_step_does_not_keep_the_reader_alive(split, data, tmp_pa
     assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
 
 
-def test_rows_are_loaded_before_the_worker_joins_the_world(data, tmp_path, monkeypatch):
-    order = []
-    monkeypatch.setattr(LocalSource, "preload", lambda self, *stopping: order.append("rows"))
-    monkeypatch.setattr(trainers.Trainer, "run_in_world", lambda self: order.append("joined"))
-    alone(make_training(data, tmp_path))
-    assert order == ["rows", "joined"]
-
-
-def test_a_scheduler_may_be_a_class(data, tmp_path):
-    scheduler = torch.optim.lr_scheduler.ConstantLR
-    result = alone(make_training(data, tmp_path, lr_scheduler=scheduler))
-    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1 / 3] * 3)
-
-
-def test_tensors_of_a_loss_move_to_the_device(data, tmp_path):
-    loss = torch.nn.CrossEntropyLoss(torch.ones(3))
-    objective_of(make_training(data, tmp_path, loss=loss), torch.device("meta"))
-    assert loss.weight.is_meta
-
-
 def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):
     called = []
     watch = LambdaCallback(on_batch_end=lambda run: called.append(run.step), on_fit_end=called.append)
@@ -260,18 +142,13 @@ def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):
     ] in ({"step": 0, "epoch": 0, "loss": sign * float("inf")} for sign in (1, -1))
 
 
-def test_nan_weight_after_the_last_step_means_no_model(data, tmp_path):
+def test_weights_that_are_no_numbers_are_written_to_no_model_and_no_checkpoint(data, tmp_path):
     result = alone(make_training(data, tmp_path, loss=NanGradient(STEPS)))
     assert result["diverged"] == {"step": STEPS - 1, "epoch": EPOCHS - 1, "loss": None}
     assert not (tmp_path / MODEL_FILE).exists()
-
-
-def test_weights_that_are_no_numbers_are_not_written_to_a_checkpoint(data, tmp_path):
-    result = alone(make_training(data, tmp_path, loss=NanGradient(2 * STEPS // EPOCHS)))
-    assert (result["diverged"]["step"], len(result["history"])) == (2 * STEPS // EPOCHS, 2)
     latest = Checkpoints(Store.create(tmp_path).sub(CHECKPOINTS)).latest()
     assert latest is not None
-    assert latest.step == STEPS // EPOCHS, "that of the second epoch would have held weights that are NaN"
+    assert latest.step == 2 * STEPS // EPOCHS, "that of the last epoch would have held weights that are NaN"
 
 
 class NanGradient:
@@ -294,7 +171,7 @@ def test_allowed_nan_loss_is_logged_once(data, tmp_path, caplog):
     ]
 
 
-def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_that_makes_it(data, tmp_path):
+def test_a_made_scheduler_is_the_same_as_a_function_that_makes_it(data, tmp_path):
     alone(make_training(data, tmp_path / "function", lr_scheduler=trainings.halved_every_epoch))
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -304,39 +181,18 @@ def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_t
     assert trainings.weights(tmp_path / "instance") == trainings.weights(tmp_path / "function")
 
 
-def test_a_model_can_be_trained_again_in_the_same_process(data, tmp_path):
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    first = alone(make_training(data, tmp_path / "first", model=net, optimizer=optimizer))
-    second = alone(make_training(data, tmp_path / "second", model=net, optimizer=optimizer))
-    assert second["history"][0]["loss"] < first["history"][-1]["loss"]
-
-
-def test_events_come_in_order_and_once_each(data, tmp_path):
-    events = []
-    names = ["fit_begin", "epoch_begin", "batch_end", "validation_end", "epoch_end", "fit_end"]
-    callback = LambdaCallback(**{f"on_{name}": lambda *_, name=name: events.append(name) for name in names})
-    alone(make_training(data, tmp_path, callbacks=[callback]))
-    an_epoch = ["epoch_begin", *["batch_end"] * 13, "validation_end", "epoch_end"]
-    assert events == ["fit_begin", *an_epoch * 3, "fit_end"]
-
-
-def test_callbacks_see_the_progress(data, tmp_path):
-    seen = []
+def test_events_come_in_order_and_once_each_and_callbacks_see_the_progress(data, tmp_path):
+    events, seen = [], []
 
     def look(run, logs):
         seen.append((run.epoch, run.epochs, run.step, len(run.history), run.rank, run.size, logs["steps"]))
 
-    alone(make_training(data, tmp_path, callbacks=[LambdaCallback(on_epoch_end=look)]))
+    names = ["fit_begin", "epoch_begin", "batch_end", "validation_end", "epoch_end", "fit_end"]
+    callback = LambdaCallback(**{f"on_{name}": lambda *_, name=name: events.append(name) for name in names})
+    alone(make_training(data, tmp_path, callbacks=[callback, LambdaCallback(on_epoch_end=look)]))
     assert seen == [(epoch, 3, 13 * (epoch + 1), epoch, 0, 1, 13 * (epoch + 1)) for epoch in range(3)]
-
-
-@pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (1, 3), (2, 6)])
-def test_rank_0_prints_according_to_verbose(verbose, lines, data, tmp_path, capsys):
-    alone(make_training(data, tmp_path, verbose=verbose))
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == lines
-    assert Counter("val_accuracy" in line for line in printed)[True] == min(lines, 3)
+    an_epoch = ["epoch_begin", *["batch_end"] * 13, "validation_end", "epoch_end"]
+    assert events == ["fit_begin", *an_epoch * 3, "fit_end"]
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["no split", "a split without rows"])
@@ -396,16 +252,6 @@ def test_thawing_a_parameter_during_the_training_is_refused(event, data, tmp_pat
         alone(make_training(data, tmp_path, model=net, callbacks=[thaw]))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_threads_can_be_set(threads, data, tmp_path):
-    seen = set()
-    look = LambdaCallback(on_batch_end=lambda run: seen.add(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    alone(make_training(data, tmp_path, callbacks=[look], num_threads=threads, epochs=1))
-    torch.set_num_threads(before)
-    assert seen == {threads}
-
-
 def test_workers_of_a_host_share_its_cores():
     assert [threads_for(None, 8, workers) for workers in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
     assert threads_for(3, 8, 8) == 3
@@ -419,3 +265,36 @@ def test_a_container_may_have_fewer_cores_than_the_host(text, most, tmp_path):
     quota.write_text(text)
     without = host_cores(tmp_path / "no such file")
     assert host_cores(quota) == (without if most is None else min(without, most))
+
+
+# --- steps of one row, and steps that fail --------------------------------------------------------------
+
+
+def test_single_row_is_normalised_by_the_unchanged_running_statistics():
+    net = make_net(norm=True)
+    row = torch.ones(1, 6, dtype=torch.float64)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with single_row_norm(net, rows=1):
+        output = net(row)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net[1].training
+    assert torch.equal(output, net.eval()(row))
+
+
+class StepThatLosesAWorker(torch.optim.SGD):
+    """An optimizer with a collective in its second step, which fails."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 2:
+            raise HorovodInternalError("a collective failed: a peer is gone")
+
+
+def test_collective_that_fails_within_the_optimizers_step_ends_the_training(data, tmp_path):
+    net = make_net()
+    optimizer = StepThatLosesAWorker(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="must not call collectives in its step"):
+        alone(make_training(data, tmp_path, model=net, optimizer=optimizer))

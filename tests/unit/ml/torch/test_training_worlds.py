@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS, STEPS_AN_EPOCH, close
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import assert_as_undisturbed, in_worker
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 VARIANTS = [name for name in trainings.VARIANTS if name != "plain"]
+ALL = [*VARIANTS, *trainings.WORLDLY]
 
 
 @pytest.fixture(scope="module")
 def sets(data, weighted_data):
     """The dataset of each variant."""
-    return {name: weighted_data if "weighted" in trainings.VARIANTS[name] else data for name in VARIANTS}
+    return {name: weighted_data if name == "sample weights" else data for name in ALL}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def in_three(sets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_variants, sets, folder, count=3)
-        for name in VARIANTS:  # each has the time of a wait
+        for name in ALL:  # each has the time of a wait
             driver.wait(lambda name=name: driver.told("trained").count(name) == 3)
         return driver.results(3), folder
 
@@ -39,33 +39,26 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, se
     results, folder = in_three
     for result in results:
         assert_as_undisturbed(result[variant], folder / variant, expected)
-    changes_nothing = {"accumulation", "a loss by row", "no prefetch", "metrics with states"}
+    changes_nothing = {"accumulation", "no prefetch", "metrics with states"}
     assert (expected[1] == close(undisturbed[1])) == (variant in changes_nothing)
 
 
-def test_statistics_of_parts_are_taken_by_all_workers_together(data, tmp_path):
-    """Shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others."""
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "batch normalisation of parts", count=3)
-        one, *others = driver.results(3)
-    assert one["steps"] == EPOCHS * 51
-    assert all(other["history"] == one["history"] for other in others)
-
-
-def test_statistics_of_each_workers_rows_are_an_option(data, tmp_path):
-    variant = "batch normalisation of each worker's rows"
-    single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
-    expected = trainings.alone(single)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path / "two", {}, variant, count=2)
-        for result in driver.results(2):
-            assert result["history"][-1]["loss"] != pytest.approx(expected["history"][-1]["loss"], rel=1e-6)
+def test_settings_by_worker_follow_the_number_of_workers(undisturbed, in_three):
+    results, folder = in_three
+    for result in results:
+        assert result["a batch for each worker"]["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
+        # shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others
+        parts = "batch normalisation of parts"
+        assert result[parts]["steps"] == EPOCHS * 51
+        assert result[parts]["history"] == results[0][parts]["history"]
+    compressed = trainings.weights(folder / "compressed")
+    assert compressed != close(undisturbed[1])
+    assert compressed == pytest.approx(undisturbed[1], abs=0.05)
 
 
 @pytest.mark.parametrize(
     ("variant", "kill"),
     [
-        ("batch normalisation", ("forward", 7)),
         ("batch normalisation", ("backward", STEPS_AN_EPOCH + 2)),
         ("batch normalisation, a last batch of one row", ("forward", 3)),
     ],
@@ -73,30 +66,22 @@ def test_statistics_of_each_workers_rows_are_an_option(data, tmp_path):
 def test_a_worker_that_is_killed_changes_nothing_of_the_statistics(variant, kill, data, tmp_path):
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "three", expected)
+    for result in together(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3, left=2):
+        assert_as_undisturbed(result, tmp_path / "three", expected)
 
 
 def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_that_diverges, data, tmp_path, count=3)
-        results = driver.results(3)
+    results = together(trainings.in_worker_that_diverges, data, tmp_path, count=3)
     for result in results:
         assert (result["diverged"]["step"], result["diverged"]["epoch"]) == (STEPS_AN_EPOCH + 2, 1)
         assert len(result["history"]) == 1
     assert sorted(result["caused_divergence"] for result in results) == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("file", "half"), [("state.pt", True), ("checkpoint.json", True), ("checkpoint.json", False), ("model.pt", False)]
-)
+@pytest.mark.parametrize(("file", "half"), [("state.pt", True), ("checkpoint.json", False), ("model.pt", False)])
 def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path, {1: ("store", file, half)}, count=2)
-        (result,) = driver.results(1)
-        assert_as_undisturbed(result, tmp_path, undisturbed)
+    (result,) = together(in_worker, data, tmp_path, {1: ("store", file, half)}, left=1)
+    assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
@@ -108,37 +93,17 @@ def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbe
         assert len(driver.worlds) == 3
 
 
-@pytest.mark.parametrize("kill", [("on_batch_end", 4), ("forward", STEPS_AN_EPOCH + 2)], ids=["training", "validation"])
-def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_path):
-    variant = "metrics with states"
+def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(data, tmp_path):
+    variant, kill = "metrics with states", ("forward", STEPS_AN_EPOCH + 2)
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "three", expected)
-            assert result["history"][0]["outputs_count"] == ROWS
+    for result in together(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3, left=2):
+        assert_as_undisturbed(result, tmp_path / "three", expected)
+        assert result["history"][0]["outputs_count"] == ROWS
 
 
-def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "a batch for each worker", count=3)
-        for result in driver.results(3):
-            assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
-
-
-def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_path, undisturbed):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path, {}, "compressed", count=2)
-        driver.results(2)
-    assert trainings.weights(tmp_path) != close(undisturbed[1])
-    assert trainings.weights(tmp_path) == pytest.approx(undisturbed[1], abs=0.05)
-
-
-def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_with_norm, data, tmp_path, count=3)
-        results = driver.results(3)
+def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
+    results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
     net = trainings.make_net(norm=True)
     net.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
@@ -148,19 +113,8 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
         assert result["history"][-1]["val_loss"] == close(loss)
 
 
-def test_clipping_does_not_look_at_parameters_that_the_optimizer_does_not_have(data, tmp_path):
-    expected = trainings.in_worker_with_a_head(data, tmp_path / "alone")
-    hvd.shutdown()
-    with WorldDriver(start_with=2) as driver:
-        driver.start(trainings.in_worker_with_a_head, data, tmp_path / "two", count=2)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
-
-
 def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_that_stops, data, tmp_path, count=3)
-        results = driver.results(3)
+    results = together(trainings.in_worker_that_stops, data, tmp_path, count=3)
     assert [result["steps"] for result in results] == [5, 5, 5]
     assert results[1]["stopped"] == "rank 1 has seen enough"
     assert results[0]["stopped"] == "a callback of another worker requested the end of the training"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.unit.ml.in_worlds import (
     At,
     EpochCounter,
     EverySteps,
-    Telling,
     assert_same_outcome,
     at_call,
     plain_outcome,
@@ -92,7 +90,7 @@ def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
-    made = {name: changes.pop(name, False) for name in ("norm", "counting")}
+    made = {name: changes.pop(name, False) for name in ("dropout", "norm", "counting")}
     net = changes.pop("model", None) or make_net(**made)
     settings: dict[str, Any] = {
         "model": net,
@@ -221,6 +219,10 @@ def adam(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
+def of_last_layer(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params[2:], lr=0.1)
+
+
 def only_negative(param: Any) -> None:
     param.grad.clamp_(max=0.0)
 
@@ -259,31 +261,24 @@ def doubled(columns: dict[str, Any]) -> dict[str, Any]:
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"accumulation": 3},
-    "clipped by norm": {"clip_norm": 0.05},
-    "clipped by value": {"clip_value": 0.01},
+    "clipped by norm and by value": {"clip_norm": 0.05, "clip_value": 0.01},
     "Adam with options by parameter": {"optimizer": adam},
-    "an optimizer's class": {"optimizer": torch.optim.Adagrad},
     "hooks of parameters and optimizer": {"optimizer": hooked, "accumulation": 2},
-    "a schedule by epoch": {"lr_scheduler": halved_every_epoch},
     "a schedule by step": {"lr_scheduler": less_every_step, "scheduler_interval": "step"},
     "a schedule by metric": {"lr_scheduler": plateau},
     "class weights": {"loss": torch.nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))},
-    "labels that do not count": {"loss": torch.nn.CrossEntropyLoss(ignore_index=1)},
     "a loss that is a sum": {"loss": torch.nn.CrossEntropyLoss(reduction="sum"), "optimizer": torch.optim.Adagrad},
-    "a loss by row": {"loss": torch.nn.CrossEntropyLoss(reduction="none")},
     "train_fn": {"loss": None, "train_fn": squared},
-    "transformation_fn": {"transformation_fn": doubled},
+    "transformation_fn, no shuffle": {"transformation_fn": doubled, "shuffle": False},
     "metrics with states": {"metrics": {"by_class": SumMetric(), "outputs": ListMetric()}},
     "sample weights": {"weighted": True},
-    "no shuffle": {"shuffle": False},
-    "another seed": {"seed": 5},
     "no prefetch": {"prefetch": 0},
+    "clipped, for the last layer alone": {"optimizer": of_last_layer, "clip_norm": 0.05},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
     "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
     "batch normalisation": {"norm": True},
     "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
-    "batch normalisation, a last batch of two rows": {"norm": True, "batch_size": 67, "epochs": 2},
     "batch normalisation with class weights": {
         "norm": True,
         "batch_size": 4,
@@ -296,7 +291,7 @@ WORLDLY: dict[str, dict[str, Any]] = {
     "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
     "compressed": {"compression": "bf16"},
     "batch normalisation of parts": {"norm": True, "batch_size": 4, "accumulation": 3},
-    "batch normalisation of each worker's rows": {"norm": True, "sync_batch_norm": False},
+    "dropout": {"dropout": 0.5},
 }
 """And settings under which it does."""
 
@@ -342,21 +337,6 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
     return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
 
 
-def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
-    """End this worker while it writes its second checkpoint."""
-    from tests.unit.world_link import die, tell
-
-    training = make_training(data, folder)
-    calls = itertools.count(1)
-
-    def second() -> None:
-        if next(calls) == 2:
-            tell("dying")
-            die()
-
-    return outcome(replace(training, store=StoreThat(training.store, file, second, half=half)))
-
-
 def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
     callbacks = [EverySteps(5), At("on_batch_end", 1 << 30, lambda: None)]
     return outcome(make_training(data, folder, callbacks=callbacks, resume_from=name))
@@ -375,13 +355,6 @@ def in_worker_with_norm(data: Path, folder: Path) -> Any:
     net = make_net(norm=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return outcome(make_training(data, folder, model=net, optimizer=optimizer, sync_batch_norm=False))
-
-
-def in_worker_with_a_head(data: Path, folder: Path) -> Any:
-    """Train the last layer only, with a clipped gradient."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    return outcome(make_training(data, folder, model=net, optimizer=optimizer, clip_norm=0.05))
 
 
 def in_worker_that_stops(data: Path, folder: Path) -> Any:
@@ -409,7 +382,3 @@ class NanFrom:
 def in_worker_that_diverges(data: Path, folder: Path) -> Any:
     """Train with a NaN loss on rank 1 alone, in the third step of the second epoch."""
     return outcome(make_training(data, folder, loss=NanFrom(13 + 5 + 3, rank=1)))
-
-
-def in_worker_that_tells(data: Path, folder: Path) -> Any:
-    return outcome(make_training(data, folder, callbacks=[Telling()]))
