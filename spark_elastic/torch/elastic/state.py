@@ -333,7 +333,7 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._observes_parameters = observes_parameters
         self._hooks: dict[str, list[Any]] = {}
         self._begun = False
-        """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has reduced the gradients."""
+        """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has all reduced gradients."""
         self._written: tuple[list[torch.Tensor], list[int]] = [], []
         """The parameters, and their counters of in-place changes, at the mark."""
         self._buffers: dict[str, BufferCopies] = {}
@@ -403,7 +403,7 @@ class TorchOptimizerSteps(OptimizerSteps):
                 steps._counter.stepped(name)
 
         if isinstance(optimizer, DistributedOptimizerMixin):  # a closure is called, and may fail, after its pre-hooks
-            before: Any = _ListEntry(optimizer._reducer.on_reduced, begins)
+            before: Any = _ListEntry(optimizer._reducer.before_step, begins)
         else:
             before = optimizer.register_step_pre_hook(begins)
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]

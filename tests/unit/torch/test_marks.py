@@ -191,15 +191,7 @@ def unfrozen():
         optimizer.zero_grad()
         model(torch.full((2, 3), 1.0 + hvd.rank())).square().mean().backward()
         optimizer.step()
-    weights = [param.tolist() for param in model.parameters()]
-    model.requires_grad_(False)
-    late = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    late.zero_grad()
-    model.requires_grad_(True)
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(UsageError, match="it was frozen until"):
-        late.step()
-    return weights
+    return [param.tolist() for param in model.parameters()]
 
 
 def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():
