@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from spark_elastic.redaction import redacted
 
@@ -519,6 +519,13 @@ class ChannelClosedError(ProtocolError):
 
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
+
+    newest: ClassVar[str | None] = None
+    """The message of the newest one since an elastic loop last called its function, which may have caught it."""
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
+        HorovodInternalError.newest = message
 
 
 class HostsUpdatedInterrupt(SparkElasticError):

@@ -116,7 +116,13 @@ class State:
         """Adapt whatever depends on the rank or the size; does nothing by default."""
 
     def _may_mark(self) -> bool:
-        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted."""
+        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted.
+
+        Raises:
+            HorovodInternalError: A collective has failed, and the loop's function has caught the error.
+        """
+        if self._counter.in_loop and not self._counter.alone and HorovodInternalError.newest is not None:
+            raise HorovodInternalError(HorovodInternalError.newest)
         return not self._counter.alone
 
     def _commit(self) -> None:

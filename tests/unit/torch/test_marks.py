@@ -162,6 +162,47 @@ def test_a_loss_leaves_no_trace_in_what_a_loop_changes(alone, kind):
     assert loop_that_fails(kind, True) == loop_that_fails(kind, False)
 
 
+@pytest.mark.parametrize("how", ["skips the step", "skips the mark too", "returns"])
+def test_a_loss_that_the_loop_catches_leaves_no_step_out(alone, how):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    torch.nn.init.zeros_(model.weight)
+    state = TorchState(model, optimizer, step=0)
+    calls, failed = [], []
+
+    def train(state):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if state.step >= 3 and (not failed or len(calls) == 1):  # then all fail, until the loop has joined a world
+            failed.append(state.step)
+            raise HorovodInternalError("a peer is gone")
+        optimizer.step()
+
+    @hvd.elastic.run
+    def loop(state):
+        calls.append(state.step)
+        while state.step < 6:
+            try:
+                train(state)
+                if how == "skips the mark too":
+                    state.step += 1
+                    state.check_host_updates()
+            except Exception:
+                if how == "skips the mark too":
+                    state.step += 1
+            finally:
+                if how == "returns" and failed and len(calls) == 1:
+                    return state.step  # noqa: B012
+            if how != "skips the mark too":
+                state.step += 1
+                state.check_host_updates()
+        return state.step
+
+    assert loop(state) == 6
+    assert calls == [0, 3]
+    assert model.weight.tolist() == [[-6.0, -6.0]]
+
+
 def test_models_in_a_collection_are_refused(alone):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
