@@ -26,12 +26,17 @@ from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCom
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, stamp
+from spark_elastic.torch.replicas import check_equal
 from spark_elastic.torch.sparse import gather_entries
 from spark_elastic.torch.stamp import Stamp
 
 _owners = WeakTensorKeyDictionary()
 """A weak reference to the reducer of each parameter's gradient."""
 _numbers = count(1)
+_REMEDY = (
+    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, as DistributedDataParallel "
+    "does by itself, or give the model to the state of an elastic loop"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +125,8 @@ class BackwardReducer:
         """A backward ran within another one."""
         self._at_end = True
         """Buckets are sent at the end of the present backward only."""
+        self._is_new = True
+        """The parameters were not compared with the other members'."""
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
         self._scalars_width = 0
@@ -200,7 +207,7 @@ class BackwardReducer:
         if slot.computed:  # in another graph of the same backward
             if slot.bucket in self._buckets[: self.launched]:
                 raise UsageError(
-                    f"backward computed the gradient of {self.names.get(id(slot.param), 'a parameter')} twice, and its "
+                    f"backward computed the gradient of {self._name(slot.param)} twice, and its "
                     "sum over the workers had begun after the first time; pass use_reentrant=False to "
                     "torch.utils.checkpoint.checkpoint"
                 )
@@ -388,11 +395,15 @@ class BackwardReducer:
         self._see_gradients()
         known = self._sparse | self._made_dense
         kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self._unseen) for slot in self._trained]
-        several, number = int(len(_reducers()) > 1), self.number
-        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=f"{kinds} {several} {number}"):
-            of_any = torch.tensor([*kinds, several, number], dtype=torch.int32)
+        several, number, is_new = int(len(_reducers()) > 1), self.number, int(self._is_new)
+        detail = [*kinds, several, number, is_new]
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
+            of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")
             group.wait(group.allreduce(of_any, Max.gloo))
-            *kinds, several, number = of_any.tolist()
+            *kinds, several, number, is_new = of_any.tolist()
+        if is_new:
+            check_equal(group, {self._name(slot.param): slot.param for slot in self._slots}, _REMEDY)
+            self._is_new = False
         sparse = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind == 2}
         self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
         seen = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind}
@@ -401,6 +412,9 @@ class BackwardReducer:
         self._stamp = Stamp()
         self._agreed_on = group
         self._plan(group)
+
+    def _name(self, param: torch.Tensor) -> str:
+        return self.names.get(id(param)) or f"parameter {[id(slot.param) for slot in self._slots].index(id(param))}"
 
     def _see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""
