@@ -58,7 +58,7 @@ class StepCounter:
 
 
 class OptimizerSteps:
-    """Five hooks by which a framework observes the optimizers of a state.
+    """Six hooks by which a framework observes the optimizers of a state.
 
     This base class is for optimizers whose owner calls `StepCounter.stepped` after each step, and whose unfinished
     steps change nothing.
@@ -76,6 +76,15 @@ class OptimizerSteps:
 
         Args:
             replaced: The values of all optimizers have just been replaced, so their steps until now do not count.
+        """
+
+    def check(self) -> None:
+        """Refuse a mark of a loop whose training the state cannot keep; all members call it at the same mark.
+
+        Raises:
+            UsageError: An optimizer that is not in the state has made steps.
+            MismatchError: The members' models differ.
+            HorovodInternalError: A peer is gone.
         """
 
     def passes_begun(self) -> int:

@@ -451,7 +451,10 @@ class ElasticState(State):
 
     def _may_mark(self) -> bool:
         # in the middle of a step, batches would count as done whose gradients are lost by a failure
-        return super()._may_mark() and not self._steps.passes_begun()
+        may = super()._may_mark() and not self._steps.passes_begun()
+        if may and self._counter.in_loop:
+            self._steps.check()
+        return may
 
     def _commit(self) -> None:
         self._count_mark()

@@ -13,13 +13,23 @@ from typing import Any, Protocol
 import torch
 
 
+class Backward:
+    """A backward that has ended.
+
+    Attributes:
+        used: An optimizer that took part has made a step since.
+    """
+
+    used = False
+
+
 class Participant(Protocol):
     """An object that is told of the backward passes in which it computes a gradient."""
 
     number: int
     """Participants are called in the order of their numbers."""
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, backward: Backward) -> None:
         """The outermost backward has ended. An error is raised to the caller of backward."""
 
     def backward_nested(self) -> None:
@@ -79,8 +89,9 @@ def _add_to_graph() -> None:
         if node is None:
             _participants.clear()
             _awaited.clear()
+            backward = Backward()
             for participant in participants:
-                participant.backward_ended()
+                participant.backward_ended(backward)
             return
         for participant in participants:
             participant.backward_nested()

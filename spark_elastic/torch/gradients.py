@@ -26,6 +26,7 @@ from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCom
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, stamp
+from spark_elastic.torch.backward import Backward
 from spark_elastic.torch.replicas import check_equal
 from spark_elastic.torch.sparse import gather_entries
 from spark_elastic.torch.stamp import Stamp
@@ -94,6 +95,8 @@ class BackwardReducer:
         self.reductions = 0
         self._left = self.passes
         """The number of backward passes until the next reduction."""
+        self._newest: Backward | None = None
+        """The last backward of the present step."""
         self._stamp = Stamp()
         self._slots: list[GradientSlot] = []
         self._trained: list[GradientSlot] = []
@@ -192,9 +195,9 @@ class BackwardReducer:
             self._group = None  # the next step makes new buckets
 
     @property
-    def accumulating(self) -> bool:
-        """True between the first and the last backward pass of a step."""
-        return self._left != self.passes
+    def is_in_step(self) -> bool:
+        """True from the first backward pass of a step until an optimizer that took part in the last one steps."""
+        return self._left != self.passes or (self._newest is not None and not self._newest.used)
 
     # --- while backward runs ------------------------------------------------------------------
 
@@ -281,13 +284,14 @@ class BackwardReducer:
     def backward_failed(self) -> None:
         self._count_again()
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, ended: Backward) -> None:
         """Count a backward pass; reduce the gradients if it was the last one of the step.
 
         Raises:
             Errors of `complete`.
         """
         self._left -= 1
+        self._newest = ended
         if self._left <= 0:
             self.complete()
         else:
@@ -314,18 +318,19 @@ class BackwardReducer:
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint",
                 stacklevel=3,
             )
-        if backward.has_not_ended_for(self) or self.accumulating or not self.reduced:
+        if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced:
             self.complete()
 
     def stepped(self) -> None:
         """Begin a new step: the optimizer has used the gradients."""
-        self.reduced = False
-        self._left = self.passes
+        if self._newest is not None:
+            self._newest.used = True
+        self.forget()
         self._stamp.stepped()
 
     def forget(self) -> None:
         """Count the gradients as not reduced: they were reset."""
-        self.reduced = False
+        self.reduced, self._newest = False, None
         self._left = self.passes
 
     def complete(self) -> None:
@@ -514,7 +519,7 @@ class BackwardReducer:
                 self._buckets, self._made_for = [], None
             self._group = None
         self._rearm()
-        self.reduced = False
+        self.forget()
         for slot in self._slots:
             slot.param.grad = None
 

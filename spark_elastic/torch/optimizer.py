@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from spark_elastic.collective.reduction import (
 )
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
+
+stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
+"""The optimizers that have made a step since an elastic state looked last."""
 
 
 class DistributedOptimizerMixin:
@@ -101,6 +105,7 @@ class DistributedOptimizerMixin:
             self._inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the inner optimizer
             result = super().step()  # type: ignore[misc]
         reducer.stepped()
+        stepped.add(self)
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once

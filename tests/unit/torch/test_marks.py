@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import HorovodInternalError, MismatchError, UsageError
 from spark_elastic.torch.elastic import TorchState
 from tests.unit.torch.test_collectives import together
 
@@ -83,7 +83,7 @@ def loop_that_fails(kind, fails):
     bare = kind in ("counting", "unfreezing")
     optimizer = plain if bare else hvd.DistributedOptimizer(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=kind == "scaling")
-    kept = {"inner optimizer": plain, "no optimizer": None}.get(kind, optimizer)
+    kept = plain if kind == "inner optimizer" else optimizer
     state = TorchState(model, kept, scaler=scaler, losses=Losses(), step=0)
     failed, modes = [not fails], []
 
@@ -127,7 +127,7 @@ def loop_that_fails(kind, fails):
                 fail()
             model.train()
             state.step += 1
-            if state.step == 3 or kind == "no optimizer":
+            if state.step == 3:
                 state.commit()
             else:
                 state.check_host_updates()
@@ -201,6 +201,52 @@ def test_a_loss_that_the_loop_catches_leaves_no_step_out(alone, how):
     assert loop(state) == 6
     assert calls == [0, 3]
     assert model.weight.tolist() == [[-6.0, -6.0]]
+
+
+def test_an_optimizer_that_trains_outside_of_the_state_is_refused(alone):
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @hvd.elastic.run
+    def loop(state):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.commit()
+
+    with pytest.raises(UsageError, match=r"TorchState\(model, optimizer\)"):
+        loop(TorchState(model, step=0))
+    loop(TorchState(model, optimizer, step=0))
+
+
+def unwrapped(averaged: bool) -> str:
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 3:
+            optimizer.zero_grad()
+            model(torch.full((1, 2), 1.0 + hvd.rank())).sum().backward()
+            if averaged:
+                hvd.grouped_allreduce_([param.grad for param in model.parameters()])
+            optimizer.step()
+            state.step += 1
+            state.check_host_updates()
+        return "equal"
+
+    try:
+        return loop(TorchState(model, optimizer, step=0))
+    except MismatchError as error:
+        return str(error)
+
+
+def test_replicas_that_drift_apart_are_noticed_at_the_first_mark():
+    for error in together(unwrapped, 2, args=(False,)):
+        assert "model.weight" in error
+        assert "hvd.DistributedOptimizer" in error
+    assert together(unwrapped, 2, args=(True,)) == ["equal"] * 2
 
 
 def test_models_in_a_collection_are_refused(alone):
