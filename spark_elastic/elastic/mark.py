@@ -67,6 +67,8 @@ class OptimizerSteps:
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
         self._handlers = handlers
         self._counter = counter
+        self.refused = 0
+        """The number of marks in a row that came in the middle of a step; of steps that were not left out."""
 
     def attach(self, name: str) -> None:
         """Count the steps of a value that is new in the state, if it is an optimizer."""

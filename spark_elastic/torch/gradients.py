@@ -95,6 +95,8 @@ class BackwardReducer:
         self.reductions = 0
         self._left = self.passes
         """The number of backward passes until the next reduction."""
+        self.unused = 0
+        """The number of backward passes after which no optimizer has stepped, as `GradScaler` leaves out steps."""
         self._newest: Backward | None = None
         """The last backward of the present step."""
         self._stamp = Stamp()
@@ -291,6 +293,7 @@ class BackwardReducer:
             Errors of `complete`.
         """
         self._left -= 1
+        self._count_unused()
         self._newest = ended
         if self._left <= 0:
             self.complete()
@@ -330,8 +333,13 @@ class BackwardReducer:
 
     def forget(self) -> None:
         """Count the gradients as not reduced: they were reset."""
+        self._count_unused()
         self.reduced, self._newest = False, None
         self._left = self.passes
+
+    def _count_unused(self) -> None:
+        if self._newest is not None and not self._newest.used:
+            self.unused += 1
 
     def complete(self) -> None:
         """Reduce the gradients, so that every `param.grad` is the reduced gradient.

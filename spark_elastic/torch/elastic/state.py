@@ -339,6 +339,7 @@ class TorchOptimizerSteps(OptimizerSteps):
         """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has all reduced gradients."""
         self._written: tuple[list[torch.Tensor], list[int]] = [], []
         """The parameters, and their counters of in-place changes, at the mark."""
+        self._unused = 0
         self._compared_in: Callable[[], Any] = lambda: None
         """Returns the group in which the members' models were compared."""
         self._buffers: dict[str, BufferCopies] = {}
@@ -382,9 +383,11 @@ class TorchOptimizerSteps(OptimizerSteps):
             )
 
     def passes_begun(self) -> int:
-        return max(
-            (each.backward_passes_per_step for each in self._distributed() if each._reducer.is_in_step), default=0
-        )
+        optimizers = self._distributed()
+        unused, self._unused = self._unused, sum(each._reducer.unused for each in optimizers)
+        if unused != self._unused:
+            self.refused = 0
+        return max((each.backward_passes_per_step for each in optimizers if each._reducer.is_in_step), default=0)
 
     def mark(self) -> None:
         self._begun = False
