@@ -14,7 +14,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from spark_elastic.redaction import redacted
 
@@ -476,6 +476,13 @@ class ChannelClosedError(ProtocolError):
 
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
+
+    newest: ClassVar[str | None] = None
+    """The message of the newest one since an elastic loop last called its function, which may have caught it."""
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
+        HorovodInternalError.newest = message
 
 
 class HostsUpdatedInterrupt(SparkElasticError):

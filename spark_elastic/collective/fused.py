@@ -45,18 +45,19 @@ class Bucket:
     Args:
         params: tensors of one type and device; only their shapes are used.
         compression: the compressor of the sent values.
-        flagged: the bucket has a `flag`.
+        flags: the number of elements for `flags`.
         piggyback: the number of float64 or float32 numbers that are reduced with the gradients.
         align: each view begins at a multiple of this many bytes.
 
     Attributes:
-        flat: the buffer, for the gradients, then the piggyback numbers, then `given`, then the flag.
+        flat: the buffer, for the gradients, then the piggyback numbers, then `given`, then `flags`.
         views: the gradients in `flat`, shaped like their parameters.
         piggyback: the view of `flat` with the numbers sent along; None without such numbers, or if the sent type would
             round them.
         given: an element of `flat` for each gradient: the number of members that gave one, or what rounding leaves of
             that number, which is never 0.
-        flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
+        flags: elements of `flat` that are summed as they are; None if there are none. The first one says that the
+            driver has announced a coming world.
         after: the factor to multiply `flat` by after the sum.
     """
 
@@ -64,7 +65,7 @@ class Bucket:
         self,
         params: Sequence[torch.Tensor],
         compression: type[Compressor],
-        flagged: bool,
+        flags: int,
         piggyback: int = 0,
         align: int = 1,
     ) -> None:
@@ -79,11 +80,11 @@ class Bucket:
         sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
             piggyback = 0
-        count = sum(sizes) + piggyback + len(sizes) + flagged
+        count = sum(sizes) + piggyback + len(sizes) + flags
         self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
-        *pieces, numbers, self.given, flag = self.flat.split([*sizes, piggyback, len(sizes), int(flagged)])
+        *pieces, numbers, self.given, rest = self.flat.split([*sizes, piggyback, len(sizes), flags])
         self.piggyback = numbers if piggyback else None
-        self.flag = flag[0] if flagged else None
+        self.flags = rest if flags else None
         self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
         """The index in `flat` at which each gradient begins, and the index behind the last one."""
@@ -103,7 +104,7 @@ class Bucket:
         self._before, self.after = scaling_factors(op, predivide, size, wire)
 
     def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
-        """Launch the reduction of the scaled gradients; `flag` and `piggyback` are sent with their present values.
+        """Launch the reduction of the scaled gradients; `flags` and `piggyback` are sent with their present values.
 
         Rounding and a user's compressor are applied to the gradients alone.
 
@@ -337,8 +338,8 @@ class FusedReduction:
         buckets = self._free_buckets(tensors)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
-            if bucket.flag is not None:
-                bucket.flag.fill_(process.update_pending)
+            if bucket.flags is not None:
+                bucket.flags.fill_(process.update_pending)
             if bucket.piggyback is not None and scalars is not None:
                 bucket.piggyback.copy_(scalars)
             bucket.scale(self._op, self._predivide, group.size)
@@ -360,9 +361,9 @@ class FusedReduction:
             assert piggyback is not None
             scalars.copy_(piggyback / buckets[-1].after)
         if buckets:
-            assert buckets[-1].flag is not None
+            assert buckets[-1].flags is not None
             if self._process_set is global_process_set:
-                process.saw_update(bool(buckets[-1].flag.item()))
+                process.saw_update(bool(buckets[-1].flags.item()))
         return results
 
     def _plan(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None) -> None:
@@ -400,7 +401,7 @@ class FusedReduction:
             Bucket(
                 [tensors[index] for index in part],
                 self._compression,
-                flagged=number == last,
+                flags=int(number == last),
                 piggyback=self._piggyback_width if number == last else 0,
                 align=self._align,
             )

@@ -184,6 +184,9 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
     is raised at such a point. Then the next world is joined, the reset callbacks run, the state is taken over from the
     most advanced member, and `func` is called again.
 
+    An error of a collective that the function has caught itself is raised again by the next mark, or counts when the
+    function returns: the steps since then are incomplete.
+
     If the world breaks after a loop, the user's function is called again as a whole: that loop takes over the state
     that it had kept, and ends at once; loops before it are skipped.
     """
@@ -226,7 +229,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     entry = frontend.rejoin(state.version)
                     continue
                 try:
-                    return func(state, *args, **kwargs)
+                    return _call(functools.partial(func, state, *args, **kwargs))
                 except HorovodInternalError as error:
                     log.info("a collective failed: %s", error)
                     state._recover(error)
@@ -239,6 +242,26 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
 
     functools.update_wrapper(wrapper, func)
     return cast("Callable[Concatenate[S, P], R]", wrapper)  # `state` may be given by name
+
+
+def _call(function: Callable[[], R]) -> R:
+    """Call the function of a loop and return its result.
+
+    Raises:
+        HorovodInternalError: also if the function has caught one.
+    """
+    HorovodInternalError.newest = None
+    result = function()
+    caught: str | None = HorovodInternalError.newest
+    if caught is None:
+        return result
+    log.warning(
+        "the function of the elastic loop has caught the error of a collective (%s) and returned, so steps are left "
+        "out: it is called again. Let HorovodInternalError pass, which a bare `except Exception`, or a `return` in "
+        "`finally`, does not",
+        caught,
+    )
+    raise HorovodInternalError(caught)
 
 
 def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:

@@ -58,7 +58,7 @@ class StepCounter:
 
 
 class OptimizerSteps:
-    """Five hooks by which a framework observes the optimizers of a state.
+    """Six hooks by which a framework observes the optimizers of a state.
 
     This base class is for optimizers whose owner calls `StepCounter.stepped` after each step, and whose unfinished
     steps change nothing.
@@ -67,6 +67,8 @@ class OptimizerSteps:
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
         self._handlers = handlers
         self._counter = counter
+        self.refused = 0
+        """The number of marks in a row that came in the middle of a step; of steps that were not left out."""
 
     def attach(self, name: str) -> None:
         """Count the steps of a value that is new in the state, if it is an optimizer."""
@@ -76,6 +78,15 @@ class OptimizerSteps:
 
         Args:
             replaced: The values of all optimizers have just been replaced, so their steps until now do not count.
+        """
+
+    def check(self) -> None:
+        """Refuse a mark of a loop whose training the state cannot keep; all members call it at the same mark.
+
+        Raises:
+            UsageError: An optimizer that is not in the state has made steps.
+            MismatchError: The members' models differ.
+            HorovodInternalError: A peer is gone.
         """
 
     def passes_begun(self) -> int:

@@ -116,7 +116,13 @@ class State:
         """Adapt whatever depends on the rank or the size; does nothing by default."""
 
     def _may_mark(self) -> bool:
-        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted."""
+        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted.
+
+        Raises:
+            HorovodInternalError: A collective has failed, and the loop's function has caught the error.
+        """
+        if self._counter.in_loop and not self._counter.alone and HorovodInternalError.newest is not None:
+            raise HorovodInternalError(HorovodInternalError.newest)
         return not self._counter.alone
 
     def _commit(self) -> None:
@@ -303,7 +309,6 @@ class ElasticState(State):
         self._steps = steps(self._handlers, self._counter)
         self._mark: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Copies of the light parts and of the plain values at the last mark; None if that was a commit."""
-        self._refused = 0
         """The number of commits and checks in a row that came in the middle of a step."""
         self._root_unbuilt = False
         """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
@@ -344,10 +349,10 @@ class ElasticState(State):
     def _refuse_if_always_in_a_step(self) -> None:
         """Raise UsageError if commits and checks come only in the middle of a step, where they do nothing."""
         passes = self._steps.passes_begun()
-        self._refused = self._refused + 1 if passes else 0
-        if self._refused > 2 * passes:
+        self._steps.refused = self._steps.refused + 1 if passes else 0
+        if self._steps.refused > 2 * passes:
             raise UsageError(
-                f"the last {self._refused} calls of state.commit() or state.check_host_updates() came between "
+                f"the last {self._steps.refused} calls of state.commit() or state.check_host_updates() came between "
                 "loss.backward() and optimizer.step(), where a training cannot be resumed; call them after "
                 "optimizer.step()"
             )
@@ -445,7 +450,10 @@ class ElasticState(State):
 
     def _may_mark(self) -> bool:
         # in the middle of a step, batches would count as done whose gradients are lost by a failure
-        return super()._may_mark() and not self._steps.passes_begun()
+        may = super()._may_mark() and not self._steps.passes_begun()
+        if may and self._counter.in_loop:
+            self._steps.check()
+        return may
 
     def _commit(self) -> None:
         self._count_mark()

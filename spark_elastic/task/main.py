@@ -23,6 +23,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NoReturn
 
@@ -226,7 +227,7 @@ def _run(link: WorkerLink, function: Callable[[], Any]) -> bytes:
 def _call_until_returned(function: Callable[[], Any]) -> Any:
     while True:
         try:
-            return function()
+            return _call(function)
         except HorovodInternalError as error:
             from spark_elastic.elastic.finish import loops  # it imports torch, which has raised this error
 
@@ -234,6 +235,32 @@ def _call_until_returned(function: Callable[[], Any]) -> Any:
                 raise
             log.info("a collective failed after the elastic loop; calling the function again from there: %s", error)
         _run_again()
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    """Call the function; if it has forked, end the child here, where it would take itself for the worker."""
+    worker = os.getpid()
+    try:
+        result = function()
+    except BaseException as error:
+        if os.getpid() == worker:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        _end_child(error.code if isinstance(error, SystemExit) else 1)
+    if os.getpid() != worker:
+        _end_child(0)
+    return result
+
+
+def _end_child(code: object) -> NoReturn:
+    """End a forked child as `sys.exit(code)` does, without the exit handlers of the worker."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def _run_again() -> None:

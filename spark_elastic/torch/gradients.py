@@ -1,28 +1,43 @@
-"""Reduce the gradients of one optimizer while backward runs: hooks send each bucket once its gradients are computed."""
+"""Reduce the gradients of an optimizer: when the last backward of a step returns, each `param.grad` is the reduced one.
+
+That is the contract of DistributedDataParallel: what a loop does to gradients between `backward` and `step`, such as
+clipping, unscaling or scaling by hand, it does to reduced gradients.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
+from spark_elastic.collective.calls import agree, describe_tensor
 from spark_elastic.collective.fused import Bucket, is_without_rows, partition, sums_in_backward
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.negotiation import launch_now
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
+from spark_elastic.torch import backward, stamp
+from spark_elastic.torch.backward import Backward
+from spark_elastic.torch.replicas import check_equal
+from spark_elastic.torch.sparse import gather_entries
+from spark_elastic.torch.stamp import Stamp
 
 _owners = WeakTensorKeyDictionary()
 """A weak reference to the reducer of each parameter's gradient."""
+_numbers = count(1)
+_REMEDY = (
+    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, as DistributedDataParallel "
+    "does by itself, or give the model to the state of an elastic loop"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,27 +45,29 @@ class GradientSlot:
     """A parameter of a reducer, and the state of its gradient in the present step."""
 
     param: torch.nn.Parameter
-    left: int
-    """The number of backward passes of this step that have still to add to the gradient."""
     bucket: Bucket | None = None
-    """The bucket of the gradient; None if the gradient is sparse and gathered."""
+    """The bucket of the gradient; None if the gradient is sparse and gathered, or the parameter is frozen."""
+    computed: bool = False
+    """The present backward has added to the gradient."""
+    before: torch.Tensor | None = None
+    """The reduced gradient to which the sum of what a further backward adds is added; for Sum alone."""
 
 
 @dataclass(eq=False, kw_only=True)
 class BackwardReducer:
-    """Averages or sums the gradients of `params` over the members; `finish` completes the reduction of a step.
+    """Averages or sums the gradients of `params` over the members at the end of the last backward of each step.
 
-    All members send the buckets in one order, each bucket as soon as backward has computed all gradients in it and in
-    the buckets before it. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view
-    of the bucket that receives the result. A parameter of which no member has a gradient keeps none: an optimizer would
-    move it by momentum and weight decay, given zeros. The last bucket has one more element, a flag: the driver has
-    announced a coming world to this member.
+    All members send the buckets in one order, each bucket as soon as the last backward has computed all gradients in it
+    and in the buckets before it. With several optimizers, or after a backward within another one, all are sent at the
+    end. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view of the bucket
+    that receives the result. A parameter of which no member has a gradient keeps none: an optimizer would move it by
+    momentum and weight decay, given zeros. The last bucket has a few more elements: whether the driver has announced a
+    coming world to this member, and the stamp of the reduction, by which members notice that they are at different
+    steps or at different backwards of a step.
 
-    The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
-    sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse. Members of an
-    earlier world have seen gradients already. If some were never seen, the members send no bucket before the end of
-    backward, and agree once more, by what they have computed. With several optimizers they agree at the end of backward
-    alone, because a member that computes nothing in a step comes to them in another order.
+    The first reduction in each world, and after a change of what is trained, begins with a small extra reduction in
+    which the members agree on the parameters and on those with sparse gradients: a member without a gradient for such a
+    parameter cannot know that it is sparse.
 
     The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
@@ -69,18 +86,28 @@ class BackwardReducer:
     process_set: ProcessSet
 
     def __post_init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.number = next(_numbers)
+        """The number of the optimizer in this process, in the order in which they were made."""
         self.launched = 0
-        """The number of buckets sent in the present step; 0 before backward and after the end of the reduction."""
+        """The number of buckets sent; 0 before and after each reduction."""
+        self.reduced = False
+        """The gradients have been reduced since the last step, or since they were reset."""
+        self.reductions = 0
+        self._left = self.passes
+        """The number of backward passes until the next reduction."""
+        self.unused = 0
+        """The number of backward passes after which no optimizer has stepped, as `GradScaler` leaves out steps."""
+        self._newest: Backward | None = None
+        """The last backward of the present step."""
+        self._stamp = Stamp()
         self._slots: list[GradientSlot] = []
-        self._order: dict[int, int] = {}
-        """The place of each parameter, also of frozen ones, among those of the optimizer, by id."""
-        self._frozen: list[torch.nn.Parameter] = []
-        """The parameters that did not require a gradient when they were added. They have a hook while they do."""
-        self._hooks: dict[int, Any] = {}
+        self._trained: list[GradientSlot] = []
+        """The slots of the parameters that required a gradient when the members agreed."""
+        self._hooks: dict[int, list[Any]] = {}
         self._replaced = False
         """Another reducer has taken over parameters of this one."""
         self._sparse: set[int] = set()
-        self._unseen: list[GradientSlot] = []
+        self._unseen: set[int] = set()
         """Parameters of which no member has shown a gradient yet. They count as dense until then."""
         self._made_dense: set[int] = set()
         """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
@@ -89,80 +116,74 @@ class BackwardReducer:
         self._buckets: list[Bucket] = []
         self._made_for: Any = None
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
-        self._kept: tuple[Any, list[Bucket]] = (None, [])
-        """Buckets that are not in use, for the next world, and what they were made for."""
         self._works: list[dist.Work] = []
         self._group: GlooGroup | None = None
-        self._active = False
         self._agreed_on: GlooGroup | None = None
         """The group whose members have agreed; see `_agree`."""
+        self._is_one_of_many = False
+        """A member has several reducers, so each reduction is announced."""
+        self._agreed_number = self.number
+        """The number of the optimizer that the members have agreed on."""
+        self._graph = -1
+        """The graph whose end is awaited."""
+        self._nested = False
+        """A backward ran within another one."""
+        self._at_end = True
+        """Buckets are sent at the end of the present backward only."""
+        self._is_new = True
+        """The parameters were not compared with the other members'."""
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
         self._scalars_width = 0
-        self.on_reduced: list[Callable[[], None]] = []
-        """Functions to call when the reduction of a step is complete."""
+        self.before_step: list[Callable[[], None]] = []
+        """Functions to call when the gradients are complete and the optimizer begins to step."""
+        for other in _reducers():
+            other._agreed_on = None
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
         for param in params:
-            self._order.setdefault(id(param), len(self._order))
-            if param.requires_grad:
-                self._observe(param)
-            else:
-                self._frozen.append(param)
-        self._buckets = []
+            slot = GradientSlot(param)
+            self._slots.append(slot)
+            self._unseen.add(id(param))
+            known = _owners.get(param)
+            owner = known() if known is not None else None
+            if owner is not None and owner is not self:
+                for hook in owner._hooks.pop(id(param), ()):
+                    hook.remove()
+                    owner._replaced = True
+            _owners[param] = weakref.ref(self)
+            self._hooks[id(param)] = self._observe(slot)
         self._agreed_on = None
 
-    def _observe(self, param: torch.nn.Parameter) -> None:
-        slot = GradientSlot(param, self.passes)
-        self._slots.append(slot)
-        self._unseen.append(slot)
-        self._take_over(param)
-        self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
-
-    def follow_unfreezing(self) -> None:
-        """Reduce the gradients of parameters that a loop has unfrozen; called between two steps.
-
-        A newcomer learns at once what the others have unfrozen one after the other, so the order of the slots does not
-        depend on that.
-        """
-        changed = [param for param in self._frozen if param.requires_grad != (id(param) in self._hooks)]
-        if not changed or self.accumulating:
-            return
-        for param in changed:
-            if param.requires_grad:
-                self._observe(param)
-            else:  # it was frozen again
-                self._hooks.pop(id(param)).remove()
-                _owners.pop(param, None)
-                self._slots = [slot for slot in self._slots if slot.param is not param]
-                self._unseen = [slot for slot in self._unseen if slot.param is not param]
-        self._slots.sort(key=lambda slot: self._order[id(slot.param)])
-        self._buckets = []
-        self._agreed_on = None
-
-    def _take_over(self, param: torch.nn.Parameter) -> None:
-        known = _owners.get(param)
-        owner = known() if known is not None else None
-        if owner is not None and owner is not self and (hook := owner._hooks.pop(id(param), None)) is not None:
-            hook.remove()
-            owner._replaced = True
-        _owners[param] = weakref.ref(self)
+    def _observe(self, slot: GradientSlot) -> list[Any]:
+        """Register the hooks of a parameter, which also notice it when it is unfrozen later."""
+        param = slot.param
+        if not (param.is_floating_point() or param.is_complex()) or param.is_inference():
+            return []
+        frozen = not param.requires_grad
+        if frozen:  # torch registers no hook on such a parameter, but keeps the hooks of one that is frozen
+            param.requires_grad_(True)
+        me = weakref.ref(self)  # weak: the hooks of a discarded optimizer must stop sending
+        hooks = [param.register_post_accumulate_grad_hook(_hook(me, BackwardReducer._computed, slot))]
+        if self.op is Sum:
+            hooks.append(param.register_hook(_hook(me, BackwardReducer._set_aside)))
+        if frozen:
+            param.requires_grad_(False)
+        return hooks
 
     def detach(self) -> None:
         """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
-        for hook in self._hooks.values():
+        for hook in [each for hooks in self._hooks.values() for each in hooks]:
             hook.remove()
         self._hooks = {}
-        self._buckets, self._kept, self._group = [], (None, []), None
+        self._buckets, self._made_for, self._group = [], None, None
         for slot in self._slots:
             slot.bucket = None
 
     def set_passes(self, passes: int) -> None:
-        self.passes = passes
-        for slot in self._slots:
-            slot.left = passes
+        self.passes = self._left = passes
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
@@ -176,100 +197,77 @@ class BackwardReducer:
             self._group = None  # the next step makes new buckets
 
     @property
-    def accumulating(self) -> bool:
-        """True between the first and the last backward pass of a step."""
-        return any(slot.left != self.passes for slot in self._slots)
+    def is_in_step(self) -> bool:
+        """True from the first backward pass of a step until an optimizer that took part in the last one steps."""
+        return self._left != self.passes or (self._newest is not None and not self._newest.used)
 
     # --- while backward runs ------------------------------------------------------------------
 
-    def accumulated(self, slot: GradientSlot) -> None:
-        """Count a backward pass that has added to the gradient of this parameter; send the buckets that are full."""
+    def _computed(self, slot: GradientSlot) -> None:
+        """Note that backward has added to the gradient of this parameter; send the buckets that are full."""
         if is_without_rows():
             slot.param.grad = None
-        slot.left -= 1
-        if slot.left:
-            if slot.left < 0:
-                raise AssertionError(
-                    f"the gradient of {self.names.get(id(slot.param), 'a parameter')} was computed more than "
-                    f"backward_passes_per_step={self.passes} times before step(); raise backward_passes_per_step"
+        if self._graph != (graph := torch._C._current_graph_task_id()):
+            self._enter(graph)
+        if slot.computed:  # in another graph of the same backward
+            if slot.bucket in self._buckets[: self.launched]:
+                raise UsageError(
+                    f"backward computed the gradient of {self._name(slot.param)} twice, and its "
+                    "sum over the workers had begun after the first time; pass use_reentrant=False to "
+                    "torch.utils.checkpoint.checkpoint"
                 )
             return
-        if not self._active:
-            self._begin()
-        bucket = slot.bucket
-        if bucket is None:
-            return
-        bucket.ready += 1
-        if bucket.ready == len(bucket.params):
-            self._send_full()
+        slot.computed = True
+        if slot.bucket is not None:
+            slot.bucket.ready += 1
+            if not self._at_end and slot.bucket.ready == len(slot.bucket.params):
+                self._send_full()
 
-    def _begin(self) -> None:
-        """Prepare the buckets for the present world, when the first gradient of a step is complete."""
-        self._active = True
-        try:
-            group = self._present_group()
-            if group is not None and group is not self._agreed_on and _is_only_one():
-                self._agree(group)
-        except SparkElasticError as error:  # raised by `finish`, not through autograd
-            self._failure = error
-            return
-        if group is not self._group or (group is not None and not self._buckets):
-            self._plan(group)
+    def _enter(self, graph: int) -> None:
+        """Wait for the end of this graph, in which a gradient was computed."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward(create_graph=True) computes gradients that are part of a graph, which DistributedOptimizer "
+                "cannot reduce over the workers; use torch.autograd.grad(..., create_graph=True) and backward() for "
+                "the loss that is made of them"
+            )
+        self._graph = graph
+        if not backward.await_end(self):
+            self._at_end = self._left > 1 or self._nested or self._is_one_of_many or self._needs_agreement()
+
+    def _needs_agreement(self) -> bool:
+        """Return True if the members agree before the next reduction, or a gradient may show itself as sparse."""
+        group = self._present_group()
+        if group is None or group is not self._agreed_on or group is not self._group or not self._buckets:
+            return True
+        return bool(self._unseen) or self._trained != [slot for slot in self._slots if slot.param.requires_grad]
 
     def _present_group(self) -> GlooGroup | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self.process_set.group() if self.process_set.included() else None
 
-    def _purpose(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """Return what the buckets for this division of the parameters depend on."""
-        layouts = [[(id(p), p.dtype, p.device, p.shape, p.stride()) for p in part] for part in parts]
-        return self._scalars_width if self.compression is NoneCompressor else 0, layouts
-
-    def _new_buckets(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[Bucket]:
-        return [self._new_bucket(part, is_last=number == len(parts) - 1) for number, part in enumerate(parts)]
-
-    def _new_bucket(self, part: Sequence[torch.Tensor], is_last: bool) -> Bucket:
-        return Bucket(part, self.compression, flagged=is_last, piggyback=self._scalars_width if is_last else 0)
-
-    def _plan(self, group: GlooGroup | None) -> None:
-        if self._buckets and not self.launched:  # none of them is being sent
-            self._kept = self._made_for, self._buckets
-        self._group = group
-        self._buckets = []
-        for slot in self._slots:
-            slot.bucket = None
-        if group is None or group is not self._agreed_on:
-            return
-        by_id = {id(slot.param): slot for slot in self._slots}
-        dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
-        parts = partition(dense, self.groups)
-        (made_for, buckets), self._kept = self._kept, (None, [])
-        self._made_for = self._purpose(parts)
-        self._buckets = buckets if made_for == self._made_for else self._new_buckets(parts)
-        for bucket in self._buckets:
-            bucket.ready = 0
-            bucket.scale(self.op, self.predivide, group.size)
-            for param in bucket.params:
-                by_id[id(param)].bucket = bucket
+    def _set_aside(self) -> None:
+        """Put reduced gradients aside before a further backward adds to them, which alone is summed then."""
+        if self.reduced:
+            self.reduced = False
+            for slot in self._slots:
+                if slot.param.grad is not None:
+                    slot.before, slot.param.grad = slot.param.grad.clone(), None
 
     def _send_full(self) -> None:
-        buckets = self._buckets
-        if sums_in_backward:
-            return
-        while self.launched < len(buckets):
-            bucket = buckets[self.launched]
+        while self.launched < len(self._buckets) and not sums_in_backward:
+            bucket = self._buckets[self.launched]
             if bucket.ready < len(bucket.params) or self._failure is not None:
                 return
             try:
                 self._send(bucket)
-            except HorovodInternalError as error:
+            except HorovodInternalError as error:  # raised at the end of backward
                 self._failure = error
-                return
 
     def _send(self, bucket: Bucket) -> None:
         assert self._group is not None
-        if bucket.flag is not None:
-            bucket.flag.fill_(process.update_pending)
+        if bucket.flags is not None:
+            bucket.flags.copy_(self._stamp.to_send(process.update_pending))
         if bucket.piggyback is not None and self._scalars is not None:
             bucket.piggyback.copy_(self._scalars)
         self.launched += 1
@@ -280,91 +278,186 @@ class BackwardReducer:
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view  # also for those without one, until `_reduce` knows that no member has one
 
-    # --- at the end of the step ---------------------------------------------------------------
+    # --- at the end of backward, or of the step -----------------------------------------------
 
-    def finish(self) -> None:
-        """Complete the reduction of the step, so that every `param.grad` is the reduced gradient.
+    def backward_nested(self) -> None:
+        self._nested = self._at_end = True
+
+    def backward_failed(self) -> None:
+        self._count_again()
+
+    def backward_ended(self, ended: Backward) -> None:
+        """Count a backward pass; reduce the gradients if it was the last one of the step.
+
+        Raises:
+            Errors of `complete`.
+        """
+        self._left -= 1
+        self._count_unused()
+        self._newest = ended
+        if self._left <= 0:
+            self.complete()
+        else:
+            self._count_again()
+
+    def _count_again(self) -> None:
+        for slot in self._slots:
+            slot.computed = False
+        for bucket in self._buckets:
+            bucket.ready = 0
+
+    def complete_step(self) -> None:
+        """Reduce what is not reduced yet: `backward` reported no gradients of this step, or not from all its passes.
+
+        Raises:
+            Errors of `complete`.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError("a DistributedOptimizer cannot step within backward, in a hook; call step() after it")
+        if backward.has_not_ended_for(self) and self._nested:
+            warnings.warn(
+                "backward ended within a reentrant checkpoint, so the gradients are reduced in optimizer.step(), after "
+                "what was done to them since: call optimizer.synchronize() before clipping, or pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint",
+                stacklevel=3,
+            )
+        if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced:
+            self.complete()
+
+    def stepped(self) -> None:
+        """Begin a new step: the optimizer has used the gradients."""
+        if self._newest is not None:
+            self._newest.used = True
+        self.forget()
+        self._stamp.stepped()
+
+    def forget(self) -> None:
+        """Count the gradients as not reduced: they were reset."""
+        self._count_unused()
+        self.reduced, self._newest = False, None
+        self._left = self.passes
+
+    def _count_unused(self) -> None:
+        if self._newest is not None and not self._newest.used:
+            self.unused += 1
+
+    def complete(self) -> None:
+        """Reduce the gradients, so that every `param.grad` is the reduced gradient.
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
-            UsageError: a later optimizer reduces parameters of this one, or a parameter was unfrozen too late.
+            MismatchError: the members are at different steps, or reduce gradients of different optimizers.
+            UsageError: a later optimizer reduces parameters of this one.
         """
         if self._replaced:
             raise UsageError(
                 "a DistributedOptimizer was made later for parameters of this one, and reduces their gradients now; "
                 "call step() of that one, or make one DistributedOptimizer for each set of parameters"
             )
-        for param in self._frozen:
-            if param.requires_grad and param.grad is not None and id(param) not in self._hooks:
-                raise UsageError(
-                    f"the gradient of {self.names.get(id(param), 'a parameter')} is not reduced: it was frozen until "
-                    "the last optimizer.zero_grad(); set requires_grad before optimizer.zero_grad() and loss.backward()"
-                )
         try:
-            self._finish()
+            self._complete()
         except BaseException as error:
             self.abandon(group_over=isinstance(error, HorovodInternalError))
             raise
-        for reduced in self.on_reduced:
-            reduced()
 
-    def _finish(self) -> None:
-        if not self._active:
-            self._begin()
+    def _complete(self) -> None:
         if self._failure is not None:
             raise self._failure
         group = self._present_group()
-        if group is not self._group:
-            raise HorovodInternalError("the world has changed between backward and step")
+        if self.launched and group is not self._group:
+            raise HorovodInternalError("the world has changed during backward")
         if group is None:
-            if self._unseen:
-                self._see_gradients()
+            self._see_gradients()
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
-            while group is not self._agreed_on:  # once more if others have come here while backward ran
-                self._agree(group, computed=True)
+            if not self.launched and self._needs_agreement():
+                self._prepare(group)
+            if self._is_one_of_many:
+                agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
             self._reduce(group)
+        for slot in self._slots:
+            if slot.before is not None:
+                grad = slot.param.grad
+                slot.param.grad = slot.before if grad is None else grad + slot.before
         self._rearm()
+        self.reduced = True
+        self.reductions += 1
+        self._stamp.reduced()
 
-    def _agree(self, group: GlooGroup, computed: bool = False) -> None:
+    def _prepare(self, group: GlooGroup) -> None:
+        """Agree with the members, and make the buckets, if the world or what is trained has changed."""
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        if group is not self._agreed_on or trained != self._trained:
+            self._trained = trained
+            self._agree(group)
+        elif group is not self._group or not self._buckets:
+            self._plan(group)
+
+    def _agree(self, group: GlooGroup) -> None:
         """Compare the settings of all members, and find out which gradients are sparse.
-
-        Args:
-            group: the members.
-            computed: the gradients of this step are complete, and show which are sparse. Unless they are on all
-                members, there is no agreement yet if a gradient has not been seen by any in an earlier step.
 
         Raises:
             MismatchError: the settings differ.
             HorovodInternalError: a peer is gone.
         """
-        shapes = "; ".join(describe_tensor(slot.param) for slot in self._slots)
+        shapes = "; ".join(describe_tensor(slot.param) for slot in self._trained)
         settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
-        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self.groups)]
+        buckets = [len(part) for part in partition([slot.param for slot in self._trained], self.groups)]
         settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
-        if computed:
-            self._see_gradients()
-        known, unseen = self._sparse | self._made_dense, {id(slot) for slot in self._unseen}
-        kinds = [2 if id(slot.param) in known else int(id(slot) not in unseen) for slot in self._slots]
-        incomplete = int(not computed)
-        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=f"{kinds} {incomplete}"):
-            of_any = torch.tensor([*kinds, incomplete], dtype=torch.uint8)
+        self._see_gradients()
+        known = self._sparse | self._made_dense
+        kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self._unseen) for slot in self._trained]
+        several, number, is_new = int(len(_reducers()) > 1), self.number, int(self._is_new)
+        detail = [*kinds, several, number, is_new]
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
+            of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")
             group.wait(group.allreduce(of_any, Max.gloo))
-            *kinds, incomplete = of_any.tolist()
-        if incomplete and 0 in kinds:
-            return
-        sparse = {id(slot.param) for slot, kind in zip(self._slots, kinds, strict=True) if kind == 2}
+            *kinds, several, number, is_new = of_any.tolist()
+        if is_new:
+            check_equal(group, {self._name(slot.param): slot.param for slot in self._slots}, _REMEDY)
+            self._is_new = False
+        sparse = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind == 2}
         self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
-        self._unseen = [slot for slot, kind in zip(self._slots, kinds, strict=True) if kind == 0]
+        seen = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind}
+        self._unseen = {id(slot.param) for slot in self._slots} - seen
+        self._is_one_of_many, self._agreed_number = bool(several), number
+        self._stamp = Stamp()
         self._agreed_on = group
         self._plan(group)
 
+    def _name(self, param: torch.Tensor) -> str:
+        return self.names.get(id(param)) or f"parameter {[id(slot.param) for slot in self._slots].index(id(param))}"
+
     def _see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""
-        found = {id(slot.param) for slot in self._unseen if slot.param.grad is not None and slot.param.grad.is_sparse}
+        grads = {id(slot.param): slot.param.grad for slot in self._slots if id(slot.param) in self._unseen}
+        found = {key for key, grad in grads.items() if grad is not None and grad.is_sparse}
         (self._made_dense if self.sparse_as_dense else self._sparse).update(found)
-        self._unseen = [slot for slot in self._unseen if slot.param.grad is None]
+        self._unseen -= {key for key, grad in grads.items() if grad is not None}
+
+    def _plan(self, group: GlooGroup) -> None:
+        """Divide the trained parameters into buckets."""
+        self._group = group
+        for slot in self._slots:
+            slot.bucket = None
+        by_id = {id(slot.param): slot for slot in self._trained}
+        dense = [slot.param for slot in self._trained if id(slot.param) not in self._sparse]
+        parts = partition(dense, self.groups)
+        layouts = [[(id(p), p.dtype, p.device, p.shape, p.stride()) for p in part] for part in parts]
+        made_for = self._scalars_width if self.compression is NoneCompressor else 0, layouts
+        if made_for != self._made_for:
+            self._buckets = [self._new_bucket(part, part is parts[-1]) for part in parts]
+            self._made_for = made_for
+        for bucket in self._buckets:
+            bucket.ready = 0
+            bucket.scale(self.op, self.predivide, group.size)
+            for param in bucket.params:
+                by_id[id(param)].bucket = bucket
+
+    def _new_bucket(self, part: Sequence[torch.Tensor], is_last: bool) -> Bucket:
+        flags, piggyback = (stamp.WIDTH, self._scalars_width) if is_last else (0, 0)
+        return Bucket(part, self.compression, flags=flags, piggyback=piggyback)
 
     def _reduce(self, group: GlooGroup) -> None:
         for bucket in self._buckets[self.launched :]:
@@ -373,75 +466,51 @@ class BackwardReducer:
         alone = None
         if scalars is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
             alone = group.allreduce(scalars, Sum.gloo)
-        gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
+        divisor = group.size if self.op is Average else 1
+        sparse = [slot.param for slot in self._trained if id(slot.param) in self._sparse]
+        gathered = [gather_entries(group, param, divisor) for param in sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
             bucket.unpack()
+            if bucket.flags is not None:
+                update = self._stamp.read(bucket.flags)
+                if self.process_set is global_process_set:
+                    process.saw_update(update)
             for index in bucket.given_by_none():
                 bucket.params[index].grad = None
             if bucket.piggyback is not None and scalars is not None:
                 scalars.copy_(bucket.piggyback)
             if bucket.after != 1.0:
                 bucket.flat.mul_(bucket.after)
-            if bucket.flag is not None and self.process_set is global_process_set:
-                process.saw_update(bool(bucket.flag.item()))
         if alone is not None:
             group.wait(alone)
         for complete in gathered:
             complete()
-        appeared = any(slot.param.grad is not None for slot in self._unseen)  # the same on all members
+        unseen = [slot for slot in self._trained if id(slot.param) in self._unseen]
+        appeared = any(slot.param.grad is not None for slot in unseen)  # the same on all members
         if appeared:
             (self._made_dense if self.sparse_as_dense else self._sparse).update(self._sparse_in_buckets)
             self.launched = 0
-            self._agree(group, computed=True)
+            self._agree(group)
             self._sparse_in_buckets.clear()
-        for slot in self._slots if appeared or self._made_dense else ():
+        for slot in self._trained if appeared or self._made_dense else ():
             grad = slot.param.grad
             if id(slot.param) in self._made_dense | self._sparse and grad is not None and not grad.is_sparse:
                 slot.param.grad = grad.to_sparse(1)
 
-    def _gather(self, slot: GradientSlot) -> Callable[[], None]:
-        """Start to gather the entries of a sparse gradient; return the function that completes it.
-
-        Entries of several members with the same index are summed. A member without a gradient sends no entries; a
-        gradient without entries, which is a gradient nevertheless, is sent as one with the index -1.
-        """
-        param = slot.param
-        grad = param.grad if param.grad is not None else _no_entries(param)
-        if not grad.is_sparse:
-            grad = grad.to_sparse(1)
-        grad = grad.coalesce()
-        assert self._group is not None
-        divisor = self._group.size if self.op is Average else 1
-        places, sent = grad.indices().t().contiguous(), grad.values() / divisor
-        if param.grad is not None and not len(places):
-            places, sent = places.new_full((1, grad.sparse_dim()), -1), sent.new_zeros((1, *sent.shape[1:]))
-        indices, values = (
-            Handle(self._group, *launch_now(start_allgather(self._group, part))) for part in (places, sent)
-        )
-
-        def complete() -> None:
-            at, received = indices.wait(), values.wait()
-            if not len(at):
-                param.grad = None
-                return
-            if (at < 0).any():
-                at, received = at[at[:, 0] >= 0], received[at[:, 0] >= 0]
-            param.grad = torch.sparse_coo_tensor(at.t(), received, param.shape).coalesce()
-
-        return complete
-
     def _rearm(self) -> None:
-        self._active = False
+        """Prepare for the next backward."""
         self._failure = None
         self._scalars = None
         self.launched = 0
-        self._works.clear()
+        self._left = self.passes
+        self._works = []
+        self._at_end = True
+        backward.forget(self)
         for bucket in self._buckets:
             bucket.ready = 0
-        passes = self.passes
         for slot in self._slots:
-            slot.left = passes
+            slot.computed, slot.before = False, None
 
     def abandon(self, group_over: bool = False) -> None:
         """Drop the gradients of the present step.
@@ -454,41 +523,35 @@ class BackwardReducer:
             unused = group_over and all(isinstance(work, SharedWork) for work in self._works)
             if unused and sent < self.launched:  # this one's send has failed, and left no work to tell how it was sent
                 buckets[sent] = self._new_bucket(buckets[sent].params, is_last=sent == len(buckets) - 1)
-            self._kept = (self._made_for, buckets) if unused else (None, [])
-            self._buckets = []
+            if not unused:
+                self._buckets, self._made_for = [], None
             self._group = None
-        self._works = []
         self._rearm()
+        self.forget()
         for slot in self._slots:
             slot.param.grad = None
 
 
 def abandon_steps() -> None:
     """Drop the gradients of the present steps of all reducers in this process."""
-    for reducer in _reducers().values():
+    for reducer in _reducers():
         reducer.abandon()
 
 
-def _is_only_one() -> bool:
-    """Return True if one reducer has all parameters whose gradients are reduced in this process."""
-    return len(_reducers()) == 1
+def _present(references: Iterable[weakref.ref[BackwardReducer]]) -> list[BackwardReducer]:
+    return [reducer for reference in references if (reducer := reference()) is not None]
 
 
-def _reducers() -> dict[int, BackwardReducer]:
-    """Return the reducers in this process that have parameters, by id."""
-    return {id(reducer): reducer for known in _owners.values() if (reducer := known()) is not None}
+def _reducers() -> list[BackwardReducer]:
+    """Return the reducers in this process that have parameters."""
+    return list({id(reducer): reducer for reducer in _present(_owners.values())}.values())
 
 
-def _no_entries(param: torch.Tensor) -> torch.Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64)
-    return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)
+def _hook(reducer: weakref.ref[BackwardReducer], method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """Return a hook that calls the method of a reducer as long as that exists."""
 
-
-def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable[[torch.Tensor], None]:
-    # weak: the hooks of a discarded optimizer must stop sending
     def hook(_: Any) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.accumulated(slot)
+        if (owner := reducer()) is not None:
+            method(owner, *args)
 
     return hook

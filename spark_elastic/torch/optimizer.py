@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from spark_elastic.collective.reduction import (
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
 
+stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
+"""The optimizers that have made a step since an elastic state looked last."""
+
 
 class DistributedOptimizerMixin:
     """The methods that `DistributedOptimizer` adds to an optimizer's class."""
@@ -34,8 +38,6 @@ class DistributedOptimizerMixin:
         self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
         self._inner = inner
         self._reducer = reducer
-        self._should_synchronize = True
-        self._synchronized = False
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -55,71 +57,76 @@ class DistributedOptimizerMixin:
         self._reducer.attach_scalars(numbers)
 
     def synchronize(self) -> None:
-        """Complete the reduction, so that every `param.grad` is the reduced gradient and can be clipped before `step`.
+        """Reduce the gradients that the last `backward` of the step has not reduced; usually there are none.
 
         Raises:
             HorovodInternalError: a peer is gone. No parameter has been touched; the gradients are dropped.
         """
-        self._reducer.finish()
-        self._synchronized = True
+        self._reducer.complete_step()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` in this context use the gradients that `synchronize` has reduced, without reducing them again."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
+        """Synchronize first: `step` in this context, which in Horovod does not reduce, has nothing left to reduce.
+
+        Raises:
+            HorovodInternalError: see `synchronize`.
+        """
+        self.synchronize()
+        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, unless within `skip_synchronize`, then update the parameters.
+        """Update the parameters with the reduced gradients; reduce first what `backward` has not reduced.
 
-        With a closure, the gradients are reduced after each of its evaluations.
+        With a closure, the gradients are reduced in each of its evaluations.
 
         Raises:
             HorovodInternalError: a peer is gone. No parameter has been touched, unless the optimizer evaluates its
                 closure more than once.
+            MismatchError: the members are at different steps.
+            UsageError: it is called in a hook, while backward runs.
         """
+        reducer = self._reducer
+
+        def evaluated() -> Any:
+            assert closure is not None
+            before = reducer.reductions
+            with torch.enable_grad():
+                loss = closure()
+            if reducer.reductions == before:
+                reducer.complete()
+            self._begin_step()
+            return loss
+
         if closure is not None:
-            return self._step_with(closure)
-        if self._should_synchronize:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
-                    "gradients are reduced again; put it inside `with optimizer.skip_synchronize():`",
-                    stacklevel=2,
-                )
-            self._reducer.finish()
-        self._synchronized = False
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the inner optimizer
-        return super().step()  # type: ignore[misc]
+            result = super().step(evaluated)  # type: ignore[misc]
+        else:
+            reducer.complete_step()
+            self._begin_step()
+            self._inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the inner optimizer
+            result = super().step()  # type: ignore[misc]
+        reducer.stepped()
+        stepped.add(self)
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        def reduced() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._reducer.finish()
-            return loss
-
-        self._synchronized = False
-        return super().step(reduced)  # type: ignore[misc]
+    def _begin_step(self) -> None:
+        for function in self._reducer.before_step:
+            function()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's `zero_grad` does.
 
         Raises:
-            AssertionError: gradients are being reduced, between `backward` and `step`.
+            AssertionError: gradients are being reduced, in a `backward` that has not ended.
         """
         if self._reducer.launched:
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): gradients are being reduced"
+                "optimizer.zero_grad() was called while gradients are being reduced: within backward(), or after one "
+                "that has failed"
             )
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._reducer.follow_unfreezing()
+        self._reducer.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -136,7 +143,6 @@ class DistributedOptimizerMixin:
         self._inner.__dict__["state"] = self.__dict__["state"]
         self._inner.__dict__["param_groups"] = self.__dict__["param_groups"]
         self._reducer.abandon()
-        self._synchronized = False
 
 
 def DistributedOptimizer(
@@ -154,7 +160,8 @@ def DistributedOptimizer(
     """Return an optimizer that steps with the gradients of all members.
 
     It is an instance of a subclass of the given optimizer's class and shares its state and parameter groups.
-    Gradients are reduced in fused buckets while backward runs; after `step` each `param.grad` is the reduced one.
+    Gradients are reduced in fused buckets while backward runs: when the last `backward` of a step returns, each
+    `param.grad` is the reduced one, and can be clipped or scaled. A further `backward` reduces what it adds.
     A rank without a gradient for a parameter counts as zeros; a parameter of which no rank has one keeps none.
 
     Args:

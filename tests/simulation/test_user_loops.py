@@ -58,7 +58,7 @@ BUGS = (
     Bug(
         "a mark between the passes of a step counts",
         "torch/elastic/state",
-        "if each._reducer.accumulating",
+        "if each._reducer.is_in_step",
         "if False",
     ),
 )

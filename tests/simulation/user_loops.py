@@ -42,7 +42,7 @@ def failing(seed: object, rate: float = RATE) -> Iterator[None]:
 
         return call
 
-    targets: list[tuple[Any, str]] = [(BackwardReducer, "_finish"), (hvd, "broadcast_object"), (hvd, "allreduce")]
+    targets: list[tuple[Any, str]] = [(BackwardReducer, "_complete"), (hvd, "broadcast_object"), (hvd, "allreduce")]
     plain = [getattr(owner, name) for owner, name in targets]
     for (owner, name), function in zip(targets, plain, strict=True):
         setattr(owner, name, wrapped(function))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from spark_elastic.collective.process import process
+from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import (
     Handlers,
     HasStateDict,
@@ -29,7 +31,8 @@ from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.gradients import abandon_steps
-from spark_elastic.torch.optimizer import DistributedOptimizerMixin
+from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
+from spark_elastic.torch.replicas import check_equal
 
 log = logging.getLogger("spark_elastic.torch")
 
@@ -333,9 +336,12 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._observes_parameters = observes_parameters
         self._hooks: dict[str, list[Any]] = {}
         self._begun = False
-        """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has reduced the gradients."""
+        """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has all reduced gradients."""
         self._written: tuple[list[torch.Tensor], list[int]] = [], []
         """The parameters, and their counters of in-place changes, at the mark."""
+        self._unused = 0
+        self._compared_in: Callable[[], Any] = lambda: None
+        """Returns the group in which the members' models were compared."""
         self._buffers: dict[str, BufferCopies] = {}
         """Copies of each model's buffers at the mark."""
 
@@ -348,13 +354,44 @@ class TorchOptimizerSteps(OptimizerSteps):
         for sampler in self._handlers.of(SamplerStateHandler).values():
             sampler.value.split_batches(passes)
 
+    def check(self) -> None:
+        if not self._observes_parameters:
+            return
+        kept = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
+        for optimizer in list(stepped):
+            if not any(optimizer is each or optimizer._inner is each for each in kept):
+                raise UsageError(
+                    f"a DistributedOptimizer ({type(optimizer).__name__}) trains in the loop and is not in its state, "
+                    "so other workers would not know what it has learnt: give it to the state, as in "
+                    "TorchState(model, optimizer)"
+                )
+        if all(isinstance(each, DistributedOptimizerMixin) for each in kept):
+            return
+        group = process.group()
+        if group is None or group is self._compared_in():
+            return
+        begun = torch.tensor([-int(self._begun)], device="cpu")
+        group.wait(group.allreduce(begun, Max.gloo))
+        if begun.item():  # on all members alike
+            self._compared_in = weakref.ref(group)
+            models = self._handlers.of(ModelStateHandler)
+            check_equal(
+                group,
+                {f"{of}.{name}": param for of, each in models.items() for name, param in each.value.named_parameters()},
+                "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by "
+                "hand before each commit or check",
+            )
+
     def passes_begun(self) -> int:
-        return max(
-            (each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating), default=0
-        )
+        optimizers = self._distributed()
+        unused, self._unused = self._unused, sum(each._reducer.unused for each in optimizers)
+        if unused != self._unused:
+            self.refused = 0
+        return max((each.backward_passes_per_step for each in optimizers if each._reducer.is_in_step), default=0)
 
     def mark(self) -> None:
         self._begun = False
+        stepped.clear()
         self._written = self._changes()
         for name, handler in self._handlers.of(ModelStateHandler).items():
             self._buffers.setdefault(name, BufferCopies()).save(handler.modules())
@@ -403,7 +440,7 @@ class TorchOptimizerSteps(OptimizerSteps):
                 steps._counter.stepped(name)
 
         if isinstance(optimizer, DistributedOptimizerMixin):  # a closure is called, and may fail, after its pre-hooks
-            before: Any = _ListEntry(optimizer._reducer.on_reduced, begins)
+            before: Any = _ListEntry(optimizer._reducer.before_step, begins)
         else:
             before = optimizer.register_step_pre_hook(begins)
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]

@@ -17,7 +17,15 @@ from pyspark.sql.types import ArrayType, DoubleType, StringType, StructField, St
 from spark_elastic.data.arrow_values import missing_rows
 from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError
-from spark_elastic.ml.added_columns import AddedColumn, OutputShape
+from spark_elastic.ml.added_columns import (
+    AddedColumn,
+    OutputShape,
+    arrow_array,
+    prediction,
+    probability,
+    raw_prediction,
+    spark_type,
+)
 from spark_elastic.ml.serving import FeatureReader, Serving, tensors_for
 
 SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])

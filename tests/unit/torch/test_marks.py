@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import HorovodInternalError, MismatchError, UsageError
 from spark_elastic.torch.elastic import TorchState
 from tests.unit.torch.test_collectives import together
 
@@ -83,7 +83,7 @@ def loop_that_fails(kind, fails):
     bare = kind in ("counting", "unfreezing")
     optimizer = plain if bare else hvd.DistributedOptimizer(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=kind == "scaling")
-    kept = {"inner optimizer": plain, "no optimizer": None}.get(kind, optimizer)
+    kept = plain if kind == "inner optimizer" else optimizer
     state = TorchState(model, kept, scaler=scaler, losses=Losses(), step=0)
     failed, modes = [not fails], []
 
@@ -127,7 +127,7 @@ def loop_that_fails(kind, fails):
                 fail()
             model.train()
             state.step += 1
-            if state.step == 3 or kind == "no optimizer":
+            if state.step == 3:
                 state.commit()
             else:
                 state.check_host_updates()
@@ -162,6 +162,93 @@ def test_a_loss_leaves_no_trace_in_what_a_loop_changes(alone, kind):
     assert loop_that_fails(kind, True) == loop_that_fails(kind, False)
 
 
+@pytest.mark.parametrize("how", ["skips the step", "skips the mark too", "returns"])
+def test_a_loss_that_the_loop_catches_leaves_no_step_out(alone, how):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    torch.nn.init.zeros_(model.weight)
+    state = TorchState(model, optimizer, step=0)
+    calls, failed = [], []
+
+    def train(state):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        if state.step >= 3 and (not failed or len(calls) == 1):  # then all fail, until the loop has joined a world
+            failed.append(state.step)
+            raise HorovodInternalError("a peer is gone")
+        optimizer.step()
+
+    @hvd.elastic.run
+    def loop(state):
+        calls.append(state.step)
+        while state.step < 6:
+            try:
+                train(state)
+                if how == "skips the mark too":
+                    state.step += 1
+                    state.check_host_updates()
+            except Exception:
+                if how == "skips the mark too":
+                    state.step += 1
+            finally:
+                if how == "returns" and failed and len(calls) == 1:
+                    return state.step  # noqa: B012
+            if how != "skips the mark too":
+                state.step += 1
+                state.check_host_updates()
+        return state.step
+
+    assert loop(state) == 6
+    assert calls == [0, 3]
+    assert model.weight.tolist() == [[-6.0, -6.0]]
+
+
+def test_an_optimizer_that_trains_outside_of_the_state_is_refused(alone):
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    @hvd.elastic.run
+    def loop(state):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.commit()
+
+    with pytest.raises(UsageError, match=r"TorchState\(model, optimizer\)"):
+        loop(TorchState(model, step=0))
+    loop(TorchState(model, optimizer, step=0))
+
+
+def unwrapped(averaged: bool) -> str:
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 3:
+            optimizer.zero_grad()
+            model(torch.full((1, 2), 1.0 + hvd.rank())).sum().backward()
+            if averaged:
+                hvd.grouped_allreduce_([param.grad for param in model.parameters()])
+            optimizer.step()
+            state.step += 1
+            state.check_host_updates()
+        return "equal"
+
+    try:
+        return loop(TorchState(model, optimizer, step=0))
+    except MismatchError as error:
+        return str(error)
+
+
+def test_replicas_that_drift_apart_are_noticed_at_the_first_mark():
+    for error in together(unwrapped, 2, args=(False,)):
+        assert "model.weight" in error
+        assert "hvd.DistributedOptimizer" in error
+    assert together(unwrapped, 2, args=(True,)) == ["equal"] * 2
+
+
 def test_models_in_a_collection_are_refused(alone):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -191,15 +278,7 @@ def unfrozen():
         optimizer.zero_grad()
         model(torch.full((2, 3), 1.0 + hvd.rank())).square().mean().backward()
         optimizer.step()
-    weights = [param.tolist() for param in model.parameters()]
-    model.requires_grad_(False)
-    late = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    late.zero_grad()
-    model.requires_grad_(True)
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(UsageError, match="it was frozen until"):
-        late.step()
-    return weights
+    return [param.tolist() for param in model.parameters()]
 
 
 def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():

@@ -130,8 +130,9 @@ def parameters():
     hvd.init()
     model = torch.nn.Linear(3 + hvd.rank(), 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(1, 3 + hvd.rank())).sum().backward()
-    return raised(optimizer.step)
+    result = raised(model(torch.ones(1, 3 + hvd.rank())).sum().backward)
+    optimizer.detach()
+    return result
 
 
 def test_optimizers_of_different_parameters_are_an_error_on_every_rank():
@@ -140,6 +141,29 @@ def test_optimizers_of_different_parameters_are_an_error_on_every_rank():
     assert first[0] == "MismatchError"
     assert "float32 [1, 3]" in first[1]
     assert "float32 [1, 4]" in first[1]
+
+
+def different_models(broadcast: bool):
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    if broadcast:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    result = raised(model(torch.ones(2, 3)).sum().backward)
+    optimizer.detach()
+    return result
+
+
+def test_models_that_differ_before_the_first_step_are_an_error_with_a_remedy():
+    for error in together(different_models, 2, args=(False,)):
+        assert error is not None
+        assert error[0] == "MismatchError"
+        assert "1.weight has other values" in error[1]
+        assert "hvd.broadcast_parameters" in error[1]
+    assert together(different_models, 2, args=(True,)) == [None, None]
 
 
 def failing_handles():

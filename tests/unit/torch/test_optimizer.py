@@ -215,33 +215,6 @@ def test_wrong_arguments_are_refused_with_what_to_do(alone):
             hvd.DistributedOptimizer(sgd, **kwargs)
 
 
-def zeroed_too_early() -> list:
-    hvd.init()
-    model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    out = []
-    for _ in range(2):
-        model(torch.ones(1, 5)).sum().backward()
-        try:
-            optimizer.zero_grad()
-        except AssertionError as error:
-            out.append("before optimizer.step()" in str(error))
-        optimizer.step()
-    try:
-        model(torch.ones(1, 5)).sum().backward()
-        model(torch.ones(1, 5)).sum().backward()
-    except AssertionError as error:
-        out.append("backward_passes_per_step=1" in str(error))
-    optimizer.step()
-    hvd.barrier()
-    return out
-
-
-def test_gradients_cannot_be_zeroed_or_added_to_while_they_are_reduced():
-    # nothing is sent during the first backward of a world, so zeroing is harmless there
-    assert together(zeroed_too_early, 2) == [[True, True]] * 2
-
-
 def carried(dtype: torch.dtype, compression: str, uneven: bool) -> list[list[float]]:
     """What the numbers of each step come to; in the third step there are more of them."""
     hvd.init()
