@@ -172,8 +172,8 @@ def describe_reduction(
 
 def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launching:
     """Launch an all-gather of contiguous tensors along the first dimension, without comparing the members' calls."""
-    everyone = torch.empty(group.size, dtype=torch.int64)
-    yield from until_done(group, group.allgather(everyone, torch.tensor([tensor.shape[0]])))
+    everyone = torch.empty(group.size, dtype=torch.int64, device="cpu")
+    yield from until_done(group, group.allgather(everyone, torch.tensor([tensor.shape[0]], device="cpu")))
     rows: list[int] = everyone.tolist()  # a rank that has joined sends zero
     most = max(rows)
     if most * tensor.shape[1:].numel() == 0:

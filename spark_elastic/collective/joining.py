@@ -131,10 +131,10 @@ def _contribute_neutral(group: GlooGroup, call: dict[str, Any]) -> None:
         tensor = torch.full((call["count"],), neutral, dtype=dtype, device=call["device"])
         group.wait(group.allreduce(tensor, operator))
     elif call["name"] == "allgather":
-        tensor = torch.zeros(call["count"], dtype=dtype)
+        tensor = torch.zeros(call["count"], dtype=dtype, device="cpu")
         group.wait(group.allgather(tensor.new_empty(call["count"] * group.size), tensor))
     elif call["name"] == "broadcast" and call["argument"] != group.rank:
-        group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype), call["argument"]))
+        group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype, device="cpu"), call["argument"]))
     else:
         raise UsageError(
             f"another rank has called {call['name']}, in which a rank that waits in hvd.join() cannot take part; "

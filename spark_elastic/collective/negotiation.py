@@ -252,7 +252,7 @@ class Negotiation:
         what = _fingerprint(json.dumps([pending.message() for pending in queued]))
         detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
         # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
-        token = torch.tensor([what, -what, detail, -detail])
+        token = torch.tensor([what, -what, detail, -detail], device="cpu")
         yield from until_done(self._group, self._group.allreduce(token, dist.ReduceOp.MAX))
         most, least, most_detail, least_detail = token.tolist()
         if most == -least:
@@ -291,8 +291,8 @@ class Negotiation:
         group = self._group
         entries = [pending.message() for pending in queued]
         mine = json.dumps({"waits": self._waiting, "numbers": self._numbers, "queue": entries}).encode()
-        sizes = torch.empty(group.size, dtype=torch.int64)
-        yield from until_done(group, group.allgather(sizes, torch.tensor([len(mine)])))
+        sizes = torch.empty(group.size, dtype=torch.int64, device="cpu")
+        yield from until_done(group, group.allgather(sizes, torch.tensor([len(mine)], device="cpu")))
         longest = int(sizes.max())
         if longest > _LONGEST_QUEUE_BYTES or int(sizes.min()) < 0:
             raise UsageError(f"more collectives are under way than can be compared ({longest} bytes); synchronize some")

@@ -127,13 +127,13 @@ def _send(group: GlooGroup, data: bytes) -> None:
 
 
 def _receive(group: GlooGroup, root: int) -> bytes:
-    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
     group.wait(group.broadcast(head, root))
     message = head.numpy().tobytes()
     begin = _SIZE_BYTES + _MAC_BYTES
     end = begin + _MAC_BYTES + _opened_size(message[:begin], group, root)
     if end > _HEAD_BYTES:
-        tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8)
+        tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8, device="cpu")
         group.wait(group.broadcast(tail, root))
         message += tail.numpy().tobytes()
     return _open(message[begin:end], group, root)
@@ -186,7 +186,7 @@ def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: in
     if group.rank == root:
         flat = torch.cat([as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
     else:
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     group.wait(group.broadcast(flat, root))
     if group.rank != root:
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):

@@ -208,15 +208,15 @@ def alltoall_async(
     dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
 
     def result(out: torch.Tensor, received: list[int]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return out if splits is None else (out, torch.tensor(received, dtype=dtype))
+        return out if splits is None else (out, torch.tensor(received, dtype=dtype, device="cpu"))
 
     if group is None:
         return Handle(None, [], lambda: result(plain.clone(), sent))
 
     def launch(group: GlooGroup) -> Launching:
-        incoming = torch.empty(size, dtype=torch.int64)
+        incoming = torch.empty(size, dtype=torch.int64, device="cpu")
         ones = [1] * size
-        yield from until_done(group, group.alltoall(incoming, torch.tensor(sent), ones, ones))
+        yield from until_done(group, group.alltoall(incoming, torch.tensor(sent, device="cpu"), ones, ones))
         received = [int(count) for count in incoming]
         out = plain.new_empty((sum(received), *plain.shape[1:]))
         width = plain.shape[1:].numel() * plain.element_size()

@@ -350,7 +350,7 @@ def take_over(
         offer = {name: (each.layout(), each.light(), each.metadata()) for name, each in handlers.items()}, mine, extra
     values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
     differing = {name: _differing(mine[name], theirs[name]) for name in values}
-    flags = torch.tensor([flag for name in values for flag in differing[name]], dtype=torch.uint8)
+    flags = torch.tensor([flag for name in values for flag in differing[name]], dtype=torch.uint8, device="cpu")
     if flags.numel():
         group.wait(group.allreduce(flags, Max.gloo))
     arriving: dict[str, list[torch.Tensor]] = {}
@@ -388,7 +388,7 @@ def _targets(handler: StateHandler, layout: Layout, differing: Sequence[bool], s
     fresh = staged or handler.staged
     own = [] if fresh and all(differing) else handler.tensors(layout)
     return [
-        torch.empty(piece.shape, dtype=piece.dtype) if fresh and differs else own[number]
+        torch.empty(piece.shape, dtype=piece.dtype, device="cpu") if fresh and differs else own[number]
         for number, (piece, differs) in enumerate(zip(layout, differing, strict=True))
     ]
 

@@ -82,7 +82,7 @@ class CollectiveFrontend:
         pending = process.update_pending
         if group is None:
             return pending
-        token = torch.tensor([pending], dtype=torch.uint8)
+        token = torch.tensor([pending], dtype=torch.uint8, device="cpu")
         group.wait(group.allreduce(token, Max.gloo))
         return bool(token.item())
 

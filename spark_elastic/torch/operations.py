@@ -123,7 +123,7 @@ class _Allgather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows = [shape[0] if len(shape) else 1 for shape in ctx.shapes]
-        counts = collectives.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
+        counts = collectives.allgather_async(torch.tensor([rows], device="cpu"), None, ctx.process_set).wait()
         starts = counts[: ctx.process_set.rank()].sum(dim=0).tolist()
         reduced = grouped_allreduce(grads, op=Average, process_set=ctx.process_set)
         parts = [

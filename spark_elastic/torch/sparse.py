@@ -48,5 +48,5 @@ def gather_entries(group: GlooGroup, param: torch.nn.Parameter, divisor: int) ->
 
 
 def _no_entries(param: torch.Tensor) -> torch.Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64)
+    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
     return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)

@@ -9,7 +9,7 @@ from spark_elastic.errors import MismatchError
 _STAMPS = 4
 WIDTH = 1 + _STAMPS
 """The number of elements that are sent with each reduction."""
-_UNITS = torch.eye(WIDTH)
+_UNITS = torch.eye(WIDTH, device="cpu")
 _TO_SEND = [[_UNITS[0] * update + _UNITS[1 + at] for at in range(_STAMPS)] for update in (0, 1)]
 
 

@@ -188,3 +188,36 @@ def test_a_world_of_one_needs_no_peers(alone):
 def test_rank_before_init_says_what_to_do():
     with pytest.raises(hvd.NotInitializedError, match=r"hvd\.init\(\)"):
         hvd.rank()
+
+
+def with_a_default_device():
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    rows = torch.ones(3, 2)
+    own = torch.full((hvd.rank() + 1,), float(hvd.rank()))
+    torch.set_default_device("meta")
+    try:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+        @hvd.elastic.run
+        def loop(state):
+            model(rows).sum().backward()
+            optimizer.step()
+            state.commit()
+
+        loop(state)
+        return (
+            hvd.allreduce(own[:1], op=hvd.Sum).tolist(),
+            hvd.allgather(own).tolist(),
+            hvd.broadcast(own[:1], 1).tolist(),
+            hvd.alltoall(own[:1].expand(2).contiguous()).tolist(),
+            hvd.broadcast_object("x" * 100_000, 0)[:1],
+        )
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_default_device_of_torch_does_not_matter():
+    assert together(with_a_default_device, 2) == [([1.0], [0.0, 1.0, 1.0], [1.0], [0.0, 1.0], "x")] * 2
