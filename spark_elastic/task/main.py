@@ -32,6 +32,7 @@ from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, Loo
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.driver_client import ChannelLink, exit_now
 from spark_elastic.task.freed_memory import keep_freed_memory
+from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
 from spark_elastic.task.reaper import start_reaper
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
@@ -63,6 +64,8 @@ def import_modules(modules: Sequence[str]) -> None:
             importlib.import_module(module)
     if "torch" in sys.modules:
         import_compiler_on_use()
+    if "tensorflow" in sys.modules:
+        keep_generated_code_in_memory()
 
 
 def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str] = ()) -> NoReturn:
