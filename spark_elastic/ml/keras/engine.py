@@ -31,6 +31,7 @@ from spark_elastic.ml.keras.metrics import (
     complete_losses,
     count_by_row,
     count_losses_by_row,
+    count_scalars_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
@@ -97,6 +98,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     _build(model, feeder, training, shares)
     number_terms(model, shares)
     count_losses_by_row(model, shares)
+    count_scalars_by_row(model, shares)
     build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)
