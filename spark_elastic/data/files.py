@@ -37,7 +37,8 @@ class SplitFiles:
     """The files of one split, opened for reading: numbers of the rows, their records, their values of variable length.
 
     Sidecars are opened only if `sidecars`. Raise DatasetError for a file that is missing or has the wrong size.
-    `rows_at_once` are the most rows that are gathered at the same time in the order of the files; None: all, shuffled.
+    `rows_at_once` are the most rows that the ranks of a host gather at the same time, in the order of the files; None:
+    all, shuffled.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ def least_cache_bytes(manifest: Manifest, split: str, rows_at_once: int | None) 
     sizes = [disk_bytes(shard.nbytes) + disk_bytes(shard.sidecar_nbytes) for shard in shards]
     if rows_at_once is None:
         return sum(sizes)
-    rows_at_once += 3 * max(1, _PART_BYTES // manifest.layout.stride)  # with what is read ahead
+    rows_at_once += 4 * max(1, _PART_BYTES // manifest.layout.stride)  # with what is read ahead, in whole parts
     most = first = rows = nbytes = 0
     for shard, size in zip(shards, sizes, strict=True):
         rows, nbytes = rows + shard.rows, nbytes + size

@@ -100,6 +100,38 @@ def resolve_order(
     return "global" if dataset.manifest.nbytes(split) <= GLOBAL_BYTES else "lanes"
 
 
+def least_cache_of_reader(
+    dataset: Dataset, split: str, *, batch_size: int, prefetch: int = 3, shuffle: bool = True
+) -> int:
+    """Return the least `cache_bytes` of a `BatchReader` with these arguments, whatever the number of ranks."""
+    if shuffle:
+        return least_cache_bytes(dataset.manifest, split, None)
+    row_bytes = _row_bytes(dataset.manifest, split, dataset.manifest.layout.fields)
+    return least_cache_bytes(dataset.manifest, split, _rows_at_once(batch_size, row_bytes, prefetch))
+
+
+def _group_batches(rows: int, row_bytes: int) -> int:
+    """Return the batches that are gathered together if a batch has so many rows."""
+    return max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes) // max(1, rows))
+
+
+def _groups_ahead(batches: int, prefetch: int) -> int:
+    """Return the groups of so many batches that are gathered ahead."""
+    wanted = -(-prefetch // batches)
+    # with one group, the thread waits for the consumer before it begins the next one
+    return max(2, wanted) if prefetch and batches > 1 else wanted
+
+
+def _rows_at_once(batch_size: int, row_bytes: int, prefetch: int) -> int:
+    """Return the rows from the slowest rank of a host to the fastest one, in the order of the files.
+
+    Ranks train in step, but one may have gathered all groups ahead, and another none. If the cache held less, the fast
+    one would wait for the slow one, which would wait for room.
+    """
+    batches = _group_batches(batch_size, row_bytes)
+    return (_groups_ahead(batches, prefetch) + 2) * batches * batch_size
+
+
 def window_settings_of(dataset: Dataset, split: str = "train") -> WindowSettings:
     """Return how a reader divides a split for order "lanes"; the same for all readers."""
     return window_settings(dataset.manifest.rows(split), dataset.manifest.layout.stride)
@@ -174,13 +206,13 @@ class BatchReader:
         self._windows = lanes or window_settings_of(dataset, split)
         self._prefetch = prefetch
         self._dtype = manifest.layout.dtype
-        self._row_bytes = self._dtype.itemsize + _bytes_beside_record(manifest, split, self.fields)
+        self._row_bytes = _row_bytes(manifest, split, self.fields)
         self._buffers = Buffers(keep=max(prefetch, 2) + 3)  # those ahead, one being filled, the consumer's two
         self._running: set[Prefetcher[Iterator[Batch]]] = set()
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
-        at_once = None if shuffle else self._group_size(self.batch_size, size)[0] * self.batch_size
+        at_once = None if shuffle else _rows_at_once(self.batch_size, self._row_bytes, prefetch)
         self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes, at_once)
 
     def set_world(self, rank: int, size: int) -> None:
@@ -261,18 +293,18 @@ class BatchReader:
         if not self._prefetch:
             return groups()
         group_batches, group_rows = self._group_size(batch_size, self.size)
-        wanted = -(-self._prefetch // group_batches)
-        if group_batches > 1:  # with one group, the thread waits for the consumer before it begins the next one
-            wanted = max(2, wanted)
-        depth = min(wanted, _AHEAD_BYTES // (group_rows * self._row_bytes))
+        depth = min(_groups_ahead(group_batches, self._prefetch), _AHEAD_BYTES // (group_rows * self._row_bytes))
         started = Prefetcher(groups, max(1, depth), "spark-elastic-reader", ahead.stop)
         self._running.add(started)
         return started
 
     def _group_size(self, batch_size: int, size: int) -> tuple[int, int]:
-        """Return the global batches of a group, and the rows of one rank in them."""
+        """Return the global batches of a group, and the rows of one rank in them.
+
+        Without a shuffle, groups do not depend on the number of ranks, so that `_rows_at_once` does not.
+        """
         mine = max(1, -(-batch_size // size))
-        batches = max(1, min(_GROUP_ROWS, _GROUP_BYTES // self._row_bytes) // mine)
+        batches = _group_batches(mine if self.shuffle else batch_size, self._row_bytes)
         return batches, batches * mine
 
     def _groups(
@@ -324,6 +356,10 @@ class BatchReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _row_bytes(manifest: Manifest, split: str, fields: Sequence[TensorField]) -> int:
+    return manifest.layout.dtype.itemsize + _bytes_beside_record(manifest, split, fields)
 
 
 def _bytes_beside_record(manifest: Manifest, split: str, fields: Sequence[TensorField]) -> int:

@@ -32,6 +32,7 @@ import cloudpickle
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.freed_memory import keep_freed_memory
+from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
 from spark_elastic.task.reaper import exit_now, start_reaper
 from spark_elastic.task.script import ScriptExit
@@ -67,6 +68,8 @@ def import_modules(modules: Sequence[str]) -> None:
             importlib.import_module(module)
     if "torch" in sys.modules:
         import_compiler_on_use()
+    if "tensorflow" in sys.modules:
+        keep_generated_code_in_memory()
 
 
 def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str] = ()) -> NoReturn:

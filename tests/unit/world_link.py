@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.membership.topology import StateVersion
+from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
 
@@ -183,6 +185,8 @@ def worker_main(address: str, worker: int, function: Callable[..., Any], args: t
     import torch
 
     torch.set_num_threads(1)
+    if "tensorflow" in sys.modules:
+        keep_generated_code_in_memory()  # the driver kills us
     connection = Client(address, family="AF_UNIX")
     own = WorldLink(connection, worker)
     worker_link.install(own)

@@ -26,7 +26,13 @@ from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
-from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, complete_losses, count_by_row, count_losses_by_row
+from spark_elastic.ml.keras.metrics import (
+    KerasMetricAccumulator,
+    complete_losses,
+    count_by_row,
+    count_losses_by_row,
+    count_scalars_by_row,
+)
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
@@ -81,6 +87,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     _build(model, feeder, training, shares)
     number_terms(model, shares)
     count_losses_by_row(model, shares)
+    count_scalars_by_row(model, shares)
     build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)

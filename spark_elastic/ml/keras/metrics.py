@@ -96,6 +96,22 @@ def count_losses_by_row(model: Any, shares: Shares) -> None:
         object.__setattr__(metric, "update_state", update_state)
 
 
+def count_scalars_by_row(model: Any, shares: Shares) -> None:
+    """Weigh what a user's train_step adds to a mean for all rows at once: together, workers count as one batch."""
+    if _is_of_keras(model.train_step) and _is_of_keras(model.test_step):
+        return
+    for metric in single_metrics(model.metrics):
+        if type(metric).update_state is keras.metrics.Mean.update_state:
+            object.__setattr__(metric, "update_state", functools.partial(_update_by_row, metric.update_state, shares))
+
+
+def _update_by_row(plain: Callable[..., Any], shares: Shares, values: Any, sample_weight: Any = None) -> Any:
+    values = keras.ops.convert_to_tensor(values)
+    if sample_weight is None and not len(values.shape):
+        sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
+    return plain(values, sample_weight=sample_weight)
+
+
 # --- metrics ------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spark_elastic.data.files import least_cache_bytes
-from spark_elastic.data.reader import Batch, resolve_order
+from spark_elastic.data.reader import Batch, least_cache_of_reader, resolve_order
 from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.added_columns import OutputShape, suits
@@ -158,8 +157,9 @@ def check_order(training: Training) -> None:
     dataset, limit = training.dataset, training.cache_bytes
     resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=limit)
     if not dataset.store.is_local and limit is not None:  # workers read both splits, the second in order of the files
+        rows = {"batch_size": training.batch_size or training.per_worker_batch_size or 1, "prefetch": training.prefetch}
         shuffled = {"train"} if training.shuffle else set()
-        least = [least_cache_bytes(dataset.manifest, each, None if each in shuffled else 1) for each in dataset.splits]
+        least = [least_cache_of_reader(dataset, each, shuffle=each in shuffled, **rows) for each in dataset.splits]
         check_cache_bytes(limit, sum(least), " and ".join(dataset.splits))
 
 

@@ -21,6 +21,7 @@ from spark_elastic.data import remote_cache
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
+from spark_elastic.data.reader import least_cache_of_reader
 from spark_elastic.data.remote_cache import CachedSplit
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
@@ -127,7 +128,7 @@ def test_cache_keeps_its_limit_as_shards_come_and_go(tmp_path):
     with pytest.raises(InvalidSettingsError, match="at least") as refused:
         dataset.reader(cache_bytes=1, **options)
     least = int(re.search(r"at least (\d+)", str(refused.value))[1])
-    assert least < 12 << 22
+    assert least < 16 << 22
     most = 0
     with dataset.reader(cache_bytes=least, **options) as reader:
         for epoch in range(2):
@@ -136,6 +137,35 @@ def test_cache_keeps_its_limit_as_shards_come_and_go(tmp_path):
                 most = max(most, cached_bytes(tmp_path / "cache"))
     assert least / 2 < most <= least
     assert far.read_bytes > dataset.manifest.nbytes("train"), "the second epoch fetches again what was deleted"
+
+
+@pytest.mark.parametrize("batch_size", [100, 2048])
+def test_workers_of_a_host_that_read_in_the_order_of_the_files_fit_into_the_least(batch_size, tmp_path, monkeypatch):
+    """The second worker is as far ahead as its read-ahead allows whenever the first one, which has none, needs rows."""
+    rows = 64 * 1024
+    values = {"label": np.arange(rows), "pad": np.zeros((rows, 254), np.float32)}
+    pack(values, tmp_path / "set", shards=64)  # 1 MiB each
+    _, dataset = remote(tmp_path / "set")
+    limit = {"batch_size": batch_size, "shuffle": False}
+    least = least_cache_of_reader(dataset, "train", **limit)
+    assert least < dataset.manifest.nbytes("train")
+    monkeypatch.setattr(remote_cache, "ROOM_TIMEOUT_S", -1.0)  # a fetch without room fails at once
+    options = {**limit, "size": 2, "cache_dir": tmp_path / "cache", "cache_bytes": least}
+    with dataset.reader(rank=0, prefetch=0, **options) as slow, dataset.reader(rank=1, **options) as fast:
+        seen = []
+        first, second = slow.epoch(0), fast.epoch(0)
+        for ahead in second:
+            until_nothing_is_gathered(fast)
+            seen += [*next(first)["label"].tolist(), *ahead["label"].tolist()]
+        assert next(first, None) is None
+    assert sorted(seen) == list(range(rows))
+
+
+def until_nothing_is_gathered(reader):
+    """Wait until a reader has gathered as many groups as it keeps ready."""
+    for running in list(reader._running):
+        with running._changed:
+            assert running._changed.wait_for(lambda r=running: r._ended or len(r._items) >= r._depth, 60)
 
 
 def test_shard_in_use_is_not_deleted_and_the_reader_says_what_is_needed(tmp_path, monkeypatch):

@@ -174,3 +174,98 @@ def test_layer_of_the_users_own_may_have_a_vocabulary_by_name() -> None:
     names = serialization.custom_names(None, archives.archive_config(archive))
     loaded = serialization.model_from_archive(archive, dict.fromkeys(names, Embedded))
     assert loaded.layers[0].vocabulary == "english"
+
+
+def bad_files(folder: Path) -> dict[str, Path]:
+    """Write files and folders that are no models, or are made to do harm, and return them by what is wrong."""
+    names = {"none": "a-folder-without-a-model", "a lambda": "lambda.h5"}
+
+    def path(kind: str, suffix: str = "h5") -> Path:
+        return folder / names.get(kind, f"{kind.replace(' ', '-')}.{suffix}")
+
+    def with_h5_config(kind: str, node: Any) -> Path:
+        """Write a model whose first layer has another configuration."""
+        small_model().save(path(kind))
+        with h5py.File(path(kind), "r+") as file:
+            config = json.loads(file.attrs["model_config"])
+            config["config"]["layers"][1] = node
+            file.attrs["model_config"] = json.dumps(config)
+        return path(kind)
+
+    small_model().save(folder / "whole.keras")
+    small_model().save(folder / "whole.h5")
+    archive, legacy = (folder / "whole.keras").read_bytes(), (folder / "whole.h5").read_bytes()
+    for name in ("a-folder-without-a-model", "no-weights", "no-configuration"):
+        (folder / name).mkdir()
+    (folder / "a-folder-without-a-model" / "notes.txt").touch()
+    (folder / "no-weights" / "config.json").write_text(json.dumps(archives.archive_config(archive)))
+    (folder / "no-weights" / WEIGHTS).write_bytes(b"none")
+    (folder / "no-configuration" / "config.json").write_bytes(b"\x00")
+    for name, content in (("empty", b""), ("cut off", archive[: len(archive) // 2])):
+        path(name, "keras").write_bytes(content)
+    path("legacy cut off").write_bytes(legacy[: len(legacy) // 2])
+    small_model().save_weights(folder / "alone.weights.h5")
+    path("no words").write_bytes(legacy)
+    with h5py.File(path("no words"), "r+") as file:
+        file.attrs["model_config"] = "{"
+    path("storage").write_bytes(legacy)
+    with h5py.File(path("storage"), "r+") as file:
+        (folder / "secret").write_bytes(bytes(8))
+        datasets: list[str] = []
+        file.visititems(lambda name, each: datasets.append(name) if isinstance(each, h5py.Dataset) else None)
+        kernel = next(name for name in datasets if file[name].shape == (2, 1))
+        del file[kernel]
+        file.create_dataset(kernel, (2, 1), "float32", external=[(str(folder / "secret"), 0, 8)])
+    harm = eval(f"lambda x: (__import__('pathlib').Path({str(folder / 'harm')!r}).touch(), x)[1]")
+    keras.Sequential([keras.Input((2,)), keras.layers.Lambda(harm)]).save(path("a lambda"))
+    (folder / "harm").unlink()  # made when the layer was called
+    system = {"module": "os", "class_name": "function", "config": "system", "registered_name": "system"}
+    touched = {"module": "pathlib", "class_name": "Path", "config": {"name": "x"}, "registered_name": None}
+    return {
+        "a folder without a model": folder / "a-folder-without-a-model",
+        "a folder without weights": folder / "no-weights",
+        "a folder without a configuration": folder / "no-configuration",
+        "an empty archive": path("empty", "keras"),
+        "an archive that is cut off": path("cut off", "keras"),
+        "a legacy file that is cut off": path("legacy cut off"),
+        "a legacy file of weights alone": folder / "alone.weights.h5",
+        "a legacy file whose configuration is damaged": path("no words"),
+        "a legacy file with storage outside": path("storage"),
+        "a legacy file with code": path("a lambda"),
+        "a legacy file with a function of Python": with_h5_config(
+            "a function", {"class_name": "Activation", "config": {"name": "a", "activation": system}}
+        ),
+        "a legacy file with a class of Python": with_h5_config("a class", touched),
+        "a legacy file with a vocabulary elsewhere": with_h5_config(
+            "vocabulary", {"class_name": "StringLookup", "config": {"name": "a", "vocabulary": "/etc/hostname"}}
+        ),
+        "a legacy file with a program of TensorFlow": with_h5_config(
+            "program", {"class_name": "TFSMLayer", "config": {"name": "a", "filepath": "/etc"}}
+        ),
+    }
+
+
+BAD_FILES = {
+    "a folder without a model": (ValueError, "not supported: filepath=.*a-folder-without-a-model"),
+    "a folder without weights": (CheckpointError, "model.weights.h5 is not a file of weights"),
+    "a folder without a configuration": (CheckpointError, "config.json has no configuration of a model"),
+    "an empty archive": (CheckpointError, "not a .keras archive"),
+    "an archive that is cut off": (CheckpointError, "not a .keras archive"),
+    "a legacy file that is cut off": (CheckpointError, "legacy-cut-off.h5 is not a file of weights"),
+    "a legacy file of weights alone": (ValueError, "No model config found in the file at .*alone.weights.h5"),
+    "a legacy file whose configuration is damaged": (CheckpointError, "no-words.h5 has no configuration of a model"),
+    "a legacy file with storage outside": (CheckpointError, "has external storage at .*: refused"),
+    "a legacy file with code": (ValueError, "Lambda"),
+    "a legacy file with a function of Python": (TypeError, "Could not locate function 'system'"),
+    "a legacy file with a class of Python": (TypeError, "Could not locate class 'Path'"),
+    "a legacy file with a vocabulary elsewhere": (CheckpointError, "StringLookup .* names the file '/etc/hostname'"),
+    "a legacy file with a program of TensorFlow": (CheckpointError, "TFSMLayer .* names the file '/etc'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_load_model_names_what_is_wrong_and_runs_nothing(kind: str, tmp_path: Path) -> None:
+    path, (error, words) = bad_files(tmp_path)[kind], BAD_FILES[kind]
+    with pytest.raises(error, match=words):
+        load_model(path)
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,238 @@
+"""What users bring to Keras, by two workers: as plain Keras in one process makes of the same batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from spark_elastic.data.dataset import pack
+from spark_elastic.ml.keras import compiling
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.trainings import close, make_training, outcome
+from tests.unit.world_link import tell
+from tests.unit.worlds import WorldDriver
+
+layers = keras.layers
+LONGEST, WIDTH, CLASSES, BATCH, EPOCHS = 6, 3, 3, 8, 2
+ROWS = 43
+"""The last batch has three rows, of which one worker has two."""
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("as_plain_keras")
+class ShortStep(keras.Sequential):
+    """A train_step that keeps a mean of the losses of batches, as many examples do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        x, y, *weights = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True), sample_weight=weights[0] if weights else None)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@keras.saving.register_keras_serializable("as_plain_keras")
+class Largest(keras.metrics.Metric):
+    """A count of rows by their class, and a sum of the largest outputs."""
+
+    def __init__(self, name: str = "largest", **options: Any) -> None:
+        super().__init__(name=name, **options)
+        self.classes = self.add_weight(name="classes", shape=(CLASSES,), initializer="zeros")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        numbers = keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32")
+        self.classes.assign_add(keras.ops.sum(keras.ops.one_hot(numbers, CLASSES, dtype=self.dtype), axis=0))
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(keras.ops.max(y_pred, axis=-1), self.dtype)))
+
+    def result(self) -> Any:
+        return self.total / keras.ops.sum(keras.ops.square(self.classes))
+
+
+def tagger() -> Any:
+    """Make a model of masked sequences; the mask goes through both wrappers to the loss."""
+    x = keras.Input((LONGEST, WIDTH), name="steps")
+    hidden = layers.Masking(0.0)(x)
+    hidden = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(hidden)
+    return keras.Model(x, layers.TimeDistributed(layers.Dense(CLASSES))(hidden))
+
+
+def two_headed() -> Any:
+    """Make a model with two outputs in a dict, of which one has a mask."""
+    x = keras.Input((LONGEST, WIDTH), name="steps")
+    hidden = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(layers.Masking(0.0)(x))
+    tags = layers.TimeDistributed(layers.Dense(CLASSES), name="tags")(hidden)
+    size = layers.Dense(1, name="size")(layers.GlobalAveragePooling1D()(hidden))
+    return keras.Model(x, {"tags": tags, "size": size})
+
+
+def averaging() -> Any:
+    return ShortStep([keras.Input((WIDTH,)), layers.Dense(8, activation="tanh"), layers.Dense(CLASSES)])
+
+
+# --- cases --------------------------------------------------------------------------------------------
+
+CROSS_ENTROPY = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+
+
+def columns_of(case: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the rows of a case by the names of a dataset's tensors."""
+    generator = np.random.default_rng(5)
+    kept = np.arange(LONGEST) < generator.integers(1, LONGEST + 1, (rows, 1))
+    steps = generator.normal(size=(rows, LONGEST, WIDTH)) * kept[:, :, None]
+    found = {
+        "steps": steps,
+        "numbers": steps[:, 0],
+        "tags": steps.argmax(-1) * kept,
+        "tag": steps[:, 0].argmax(-1),
+        "size": steps.sum((1, 2))[:, None],
+        "weight": generator.uniform(0.1, 2.0, rows) * (np.arange(rows) % 5 > 0),
+    }
+    inputs, labels = case["columns"]
+    made = {f"features_{at}": found[name] for at, name in enumerate(inputs)}
+    made |= {f"label_{at}": found[name] for at, name in enumerate(labels)}
+    return {**made, "sample_weight": found["weight"]} if case.get("weighted") else made
+
+
+def of_heads() -> dict[str, Any]:
+    return {"tags": CROSS_ENTROPY(), "size": keras.losses.Huber()}
+
+
+SEQUENCES, NUMBERS, HEADS = (["steps"], ["tags"]), (["numbers"], ["tag"]), (["steps"], ["size", "tags"])
+CASES: dict[str, dict[str, Any]] = {
+    "mask through Bidirectional and TimeDistributed": {
+        "columns": SEQUENCES,
+        "model": tagger,
+        "compile": lambda: {"loss": CROSS_ENTROPY(), "metrics": ["accuracy", Largest()]},
+    },
+    "train_step with a mean of losses": {
+        "columns": NUMBERS,
+        "weighted": True,
+        "model": averaging,
+        "compile": lambda: {"loss": CROSS_ENTROPY()},
+    },
+    "dicts of outputs, losses and weights": {
+        "columns": HEADS,
+        "weighted": True,
+        "model": two_headed,
+        "compile": lambda: {
+            "loss": of_heads(),
+            "loss_weights": {"tags": 0.3, "size": 2.0},
+            "metrics": {"tags": ["accuracy"], "size": ["mae", keras.metrics.RootMeanSquaredError()]},
+            "weighted_metrics": {"size": ["mse"]},
+        },
+    },
+}
+
+
+def made(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return a new model of a case, and the arguments of `compile`; they are the same in every process."""
+    case = CASES[name]
+    keras.utils.set_random_seed(3)
+    model, arguments = case["model"](), case["compile"]()
+    return model, {"optimizer": keras.optimizers.Adam(0.01), **arguments}
+
+
+def plain(name: str, rows: int) -> tuple[list[float], list[dict[str, float]]]:
+    """Train with plain Keras in this process; return the weights, and a history of the epochs."""
+    columns = columns_of(CASES[name], rows)
+    with trainings.in_float64():
+        model, arguments = made(name)
+        model.compile(**arguments)
+        x, y = columns["features_0"], labels_of(columns)
+        options = {"sample_weight": weights_by_output(columns), "batch_size": BATCH, "shuffle": False, "verbose": 0}
+        fitted = model.fit(x, y, epochs=EPOCHS, **options)
+        return weights_of(model), by_epoch(fitted)
+
+
+def labels_of(columns: dict[str, Any]) -> Any:
+    if "label_1" not in columns:
+        return columns["label_0"]
+    return {"size": columns["label_0"], "tags": columns["label_1"]}
+
+
+def weights_by_output(columns: dict[str, Any]) -> Any:
+    """Return the weights of the rows as plain Keras needs them: where there is a mask, one for each element."""
+    if "sample_weight" not in columns:
+        return None
+    weights = columns["sample_weight"]
+
+    def of(label: Any) -> Any:
+        return np.repeat(weights[:, None], LONGEST, 1) if label.shape[1:] == (LONGEST,) else weights
+
+    return keras.tree.map_structure(of, labels_of(columns))
+
+
+def weights_of(model: Any) -> list[float]:
+    return [float(number) for value in model.get_weights() for number in value.reshape(-1)]
+
+
+def by_epoch(fitted: Any) -> list[dict[str, float]]:
+    return [{name: values[at] for name, values in fitted.history.items()} for at in range(EPOCHS)]
+
+
+# --- the estimator ------------------------------------------------------------------------------------
+
+
+def as_estimator(data: Path, folder: Path, names: list[str]) -> dict[str, Any]:
+    """Train the cases one after the other, as the workers of an `ElasticKerasEstimator` do."""
+    results = {}
+    for name in names:
+        with trainings.in_float64():
+            model, arguments = made(name)
+            compiled = compiling.compile_arguments(model, **arguments)
+            changes = {each: getattr(compiled, each) for each in trainings.COMPILED}
+            settings = {"rows": name, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
+            training = make_training(data, folder / name, model=model, **settings, **changes)
+            results[name] = outcome(training)["history"]
+        tell("trained", name)
+    return results
+
+
+@pytest.fixture(scope="module")
+def by_estimator(tmp_path_factory: Any) -> Any:
+    data, folder = tmp_path_factory.mktemp("rows"), tmp_path_factory.mktemp("trained")
+    for name, case in CASES.items():
+        pack(columns_of(case, ROWS), data / name, shards=2)
+    with WorldDriver(start_with=2) as driver:
+        driver.start(as_estimator, data, folder, list(CASES), count=2)
+        for name in CASES:
+            driver.wait(lambda name=name: driver.told("trained").count(name) == 2)
+        first, second = driver.results(2)
+    assert first == second
+    return {name: (trainings.weights(folder / name), first[name]) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_workers_of_an_estimator_train_as_plain_keras(name: str, by_estimator: Any) -> None:
+    expected, history = plain(name, ROWS)
+    weights, rows = by_estimator[name]
+    assert weights == as_computed(expected)
+    for found, wanted in zip(rows, history, strict=True):
+        # plain Keras reports a mean over batches for the loss of each output, whatever the number of their rows
+        whole = {each: value for each, value in wanted.items() if not each.endswith("_loss")}
+        assert {each: found[each] for each in whole} == as_computed(whole)
+
+
+def as_computed(expected: Any) -> Any:
+    if isinstance(expected, dict):
+        flat = {each: np.asarray(value).reshape(-1).tolist() for each, value in expected.items()}
+        return {each: close(value if len(value) > 1 else value[0]) for each, value in flat.items()}
+    return close(expected)
