@@ -20,6 +20,7 @@ from spark_elastic.collective.reduction import (
 )
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
+from spark_elastic.torch.slots import holds
 
 
 class DistributedOptimizerMixin:
@@ -82,6 +83,12 @@ class DistributedOptimizerMixin:
             UsageError: it is called in a hook, while backward runs.
         """
         reducer = self._reducer
+        params = [param for group in self._inner.param_groups for param in group["params"]]
+        if not holds(reducer, params):
+            raise UsageError(
+                "the parameters in optimizer.param_groups have changed, and gradients of new ones would not be "
+                "reduced; use add_param_group, or make a new DistributedOptimizer"
+            )
 
         def evaluated() -> Any:
             assert closure is not None
@@ -89,7 +96,8 @@ class DistributedOptimizerMixin:
             with torch.enable_grad():
                 loss = closure()
             if reducer.reductions == before:
-                reducer.complete()
+                reducer.forget()
+            reducer.complete_step()
             self._begin_step()
             return loss
 
@@ -137,7 +145,6 @@ class DistributedOptimizerMixin:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._inner.__dict__["state"] = self.__dict__["state"]
         self._inner.__dict__["param_groups"] = self.__dict__["param_groups"]
-        self._reducer.abandon()
 
 
 def DistributedOptimizer(

@@ -208,7 +208,7 @@ def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, comm
         state = TorchState(model, optimizer, n=0, counter=Counter(0))
     finally:
         get_handler_registry().pop(0)
-    reduce, calls = optimizer._reducer._finish, []
+    reduce, calls = optimizer._reducer._complete, []
 
     def finish():
         calls.append(1)
@@ -216,7 +216,7 @@ def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, comm
             raise HorovodInternalError("a peer is gone")
         reduce()
 
-    optimizer._reducer._finish = finish
+    optimizer._reducer._complete = finish
 
     @hvd.elastic.run
     def loop(state):
