@@ -119,7 +119,7 @@ class BackwardReducer:
         self.before_step: list[Callable[[], None]] = []
         """Functions to call when the gradients are complete and the optimizer begins to step."""
         for other in reducers():
-            other._agreed_on = None
+            other._agreed_on = None, 0
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -142,9 +142,6 @@ class BackwardReducer:
             slot.bucket = None
         self._buckets, self._made_for, self._group = [], None, None
 
-    def set_passes(self, passes: int) -> None:
-        self.passes = self._left = passes
-
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
 
@@ -162,8 +159,6 @@ class BackwardReducer:
         grads = [slot.param.grad for slot in self._slots if self.reduced and slot.param.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         return self._left != self.passes or (bool(values) and all(bool(each.isfinite().all()) for each in values))
-
-    # --- while backward runs ------------------------------------------------------------------
 
     def computed(self, index: int) -> None:
         """Note that backward has added to the gradient of this parameter; send the buckets that are full."""
@@ -203,14 +198,10 @@ class BackwardReducer:
     def _needs_agreement(self) -> bool:
         """Return True if the members agree before the next reduction, or a gradient may show itself as sparse."""
         group = self._present_group()
-        if (
-            group is None
-            or self._agreed_on != (group, group.log.joins)
-            or group is not self._group
-            or not self._buckets
-        ):
+        if group is None or group is not self._group or not self._buckets:
             return True
-        return bool(self._unseen) or self._trained != [slot for slot in self._slots if slot.param.requires_grad]
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        return bool(self._unseen) or self._agreed_on != (group, group.log.joins) or self._trained != trained
 
     def _present_group(self) -> GlooGroup | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
@@ -250,8 +241,6 @@ class BackwardReducer:
             # also for those without one, until `_reduce` knows that no member has one; detached, since a loop may set
             # `param.grad.data`, as `model.to` does
             param.grad = view.detach()
-
-    # --- at the end of backward, or of the step -----------------------------------------------
 
     def backward_nested(self) -> None:
         self._nested = self._at_end = True
@@ -299,8 +288,8 @@ class BackwardReducer:
         replaced = self.reduced and any(map(has_other, self._slots, self._results))
         if replaced and self.op is Sum:
             raise UsageError(
-                "param.grad was replaced after its reduction, and would be summed again; with op=hvd.Sum, change "
-                "gradients in place, or call optimizer.zero_grad() before setting those of this worker"
+                "param.grad was replaced after its reduction, and would be summed again; change it in place, or call "
+                "optimizer.zero_grad() before setting gradients of this worker"
             )
         if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced or replaced:
             self.complete()

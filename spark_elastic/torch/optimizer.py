@@ -42,7 +42,8 @@ class DistributedOptimizerMixin:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients are summed before they are reduced."""
-        self._reducer.set_passes(_positive(passes))
+        self._reducer.passes = _positive(passes)
+        self._reducer.forget()
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum a few numbers (losses, counts) over the members together with the gradients of this step.

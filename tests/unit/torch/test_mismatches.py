@@ -130,8 +130,9 @@ def parameters():
     hvd.init()
     model = torch.nn.Linear(3 + hvd.rank(), 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(1, 3 + hvd.rank())).sum().backward()
-    return raised(optimizer.step)
+    error = raised(model(torch.ones(1, 3 + hvd.rank())).sum().backward)
+    optimizer.zero_grad()
+    return error
 
 
 def test_optimizers_of_different_parameters_are_an_error_on_every_rank():
