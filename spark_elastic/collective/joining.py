@@ -40,7 +40,7 @@ class CollectiveLog:
         self._rank = rank
         self._size = size
         self._name = group
-        self._generation = 0
+        self.joins = 0
         """The number of joins that all ranks have completed in this round; part of every key."""
         self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
         self._publishing = False
@@ -59,12 +59,12 @@ class CollectiveLog:
         """Start to ask the driver for a rank that has joined, since a collective takes long; repeats do nothing."""
         if not self._asking:
             self._asking = True
-            threading.Thread(target=self._ask, args=(self._generation,), name="spark-elastic-join", daemon=True).start()
+            threading.Thread(target=self._ask, args=(self.joins,), name="spark-elastic-join", daemon=True).start()
 
     def _ask(self, generation: int) -> None:
         try:
             (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], FOREVER_S)
-            if generation != self._generation:
+            if generation != self.joins:
                 return
             self._publishing = True
             # the launching thread publishes collectives from here on; the earlier ones are in the list
@@ -81,7 +81,7 @@ class CollectiveLog:
         self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
-        return f"{self._prefix(self._generation)}/collective/{number}"
+        return f"{self._prefix(self.joins)}/collective/{number}"
 
     def _prefix(self, generation: int) -> str:
         # with the name: a rank that has joined in one group must not take part in the collectives of another
@@ -91,7 +91,7 @@ class CollectiveLog:
 
     def join(self, group: GlooGroup) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
-        prefix = self._prefix(self._generation)
+        prefix = self._prefix(self.joins)
         self._publishing = False
         self._link.kv_set(self._round, f"{prefix}/first", str(self.count).encode())
         counts: list[int] = []
@@ -107,7 +107,7 @@ class CollectiveLog:
         waits.join()
         if not counts:  # the round has ended between the end mark and the others' counts
             raise HorovodInternalError(f"round {self._round} ended while its ranks were in hvd.join()")
-        self._generation += 1
+        self.joins += 1
         self._asking = False
         return max(range(self._size), key=lambda rank: (counts[rank], rank))
 

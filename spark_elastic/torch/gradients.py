@@ -7,7 +7,6 @@ clipping, unscaling or scaling by hand, it does to reduced gradients.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import count
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.calls import agree, describe_tensor
 from spark_elastic.collective.fused import Bucket, is_without_rows, partition, sums_in_backward
@@ -25,32 +23,14 @@ from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
-from spark_elastic.torch import backward, stamp
+from spark_elastic.torch import backward, slots, stamp
 from spark_elastic.torch.backward import Backward
 from spark_elastic.torch.replicas import check_equal
+from spark_elastic.torch.slots import GradientSlot
 from spark_elastic.torch.sparse import gather_entries
 from spark_elastic.torch.stamp import Stamp
 
-_owners = WeakTensorKeyDictionary()
-"""A weak reference to the reducer of each parameter's gradient."""
 _numbers = count(1)
-_REMEDY = (
-    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, as DistributedDataParallel "
-    "does by itself, or give the model to the state of an elastic loop"
-)
-
-
-@dataclass(slots=True, eq=False)
-class GradientSlot:
-    """A parameter of a reducer, and the state of its gradient in the present step."""
-
-    param: torch.nn.Parameter
-    bucket: Bucket | None = None
-    """The bucket of the gradient; None if the gradient is sparse and gathered, or the parameter is frozen."""
-    computed: bool = False
-    """The present backward has added to the gradient."""
-    before: torch.Tensor | None = None
-    """The reduced gradient to which the sum of what a further backward adds is added; for Sum alone."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,9 +41,7 @@ class BackwardReducer:
     and in the buckets before it. With several optimizers, or after a backward within another one, all are sent at the
     end. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view of the bucket
     that receives the result. A parameter of which no member has a gradient keeps none: an optimizer would move it by
-    momentum and weight decay, given zeros. The last bucket has a few more elements: whether the driver has announced a
-    coming world to this member, and the stamp of the reduction, by which members notice that they are at different
-    steps or at different backwards of a step.
+    momentum and weight decay, given zeros. The last bucket also has the stamp of the reduction.
 
     The first reduction in each world, and after a change of what is trained, begins with a small extra reduction in
     which the members agree on the parameters and on those with sparse gradients: a member without a gradient for such a
@@ -74,7 +52,7 @@ class BackwardReducer:
 
     params: InitVar[Sequence[torch.nn.Parameter]]
     names: dict[int, str]
-    """The parameters' names for messages, by id."""
+    """The parameters' names for messages, by id; others are numbered."""
     compression: type[Compressor]
     passes: int
     """The number of backward passes in a step."""
@@ -103,8 +81,9 @@ class BackwardReducer:
         self._slots: list[GradientSlot] = []
         self._trained: list[GradientSlot] = []
         """The slots of the parameters that required a gradient when the members agreed."""
-        self._hooks: dict[int, list[Any]] = {}
-        self._replaced = False
+        self._results: list[torch.Tensor | None] = []
+        """The gradients that the last reduction has left, in the order of `_slots`."""
+        self.replaced = False
         """Another reducer has taken over parameters of this one."""
         self._sparse: set[int] = set()
         self._unseen: set[int] = set()
@@ -118,8 +97,8 @@ class BackwardReducer:
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
         self._works: list[dist.Work] = []
         self._group: GlooGroup | None = None
-        self._agreed_on: GlooGroup | None = None
-        """The group whose members have agreed; see `_agree`."""
+        self._agreed_on: tuple[GlooGroup | None, int] = None, 0
+        """The group whose members have agreed, and the number of joins that they had completed."""
         self._is_one_of_many = False
         """A member has several reducers, so each reduction is announced."""
         self._agreed_number = self.number
@@ -137,53 +116,30 @@ class BackwardReducer:
         self._scalars_width = 0
         self.before_step: list[Callable[[], None]] = []
         """Functions to call when the gradients are complete and the optimizer begins to step."""
-        for other in _reducers():
-            other._agreed_on = None
+        for other in slots.reducers():
+            other._agreed_on = None, 0
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
-        for param in params:
-            slot = GradientSlot(param)
-            self._slots.append(slot)
-            self._unseen.add(id(param))
-            known = _owners.get(param)
-            owner = known() if known is not None else None
-            if owner is not None and owner is not self:
-                for hook in owner._hooks.pop(id(param), ()):
-                    hook.remove()
-                    owner._replaced = True
-            _owners[param] = weakref.ref(self)
-            self._hooks[id(param)] = self._observe(slot)
-        self._agreed_on = None
+        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before.
 
-    def _observe(self, slot: GradientSlot) -> list[Any]:
-        """Register the hooks of a parameter, which also notice it when it is unfrozen later."""
-        param = slot.param
-        if not (param.is_floating_point() or param.is_complex()) or param.is_inference():
-            return []
-        frozen = not param.requires_grad
-        if frozen:  # torch registers no hook on such a parameter, but keeps the hooks of one that is frozen
-            param.requires_grad_(True)
-        me = weakref.ref(self)  # weak: the hooks of a discarded optimizer must stop sending
-        hooks = [param.register_post_accumulate_grad_hook(_hook(me, BackwardReducer._computed, slot))]
-        if self.op is Sum:
-            hooks.append(param.register_hook(_hook(me, BackwardReducer._set_aside)))
-        if frozen:
-            param.requires_grad_(False)
-        return hooks
+        Raises:
+            UsageError: a parameter has no shape yet.
+        """
+        for param in params:
+            index = len(self._slots)
+            node = slots.observe(self, param, index, before_each=self.op is Sum)
+            self._slots.append(GradientSlot(param, node=node))
+            self._unseen.add(id(param))
+            self.names.setdefault(id(param), f"parameter {index}")
+        self._agreed_on = None, 0
 
     def detach(self) -> None:
         """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
-        for hook in [each for hooks in self._hooks.values() for each in hooks]:
-            hook.remove()
-        self._hooks = {}
-        self._buckets, self._made_for, self._group = [], None, None
         for slot in self._slots:
+            slots.stop_observing(self, slot.param)
             slot.bucket = None
-
-    def set_passes(self, passes: int) -> None:
-        self.passes = self._left = passes
+        self._buckets, self._made_for, self._group = [], None, None
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
@@ -201,10 +157,9 @@ class BackwardReducer:
         """True from the first backward pass of a step until an optimizer that took part in the last one steps."""
         return self._left != self.passes or (self._newest is not None and not self._newest.used)
 
-    # --- while backward runs ------------------------------------------------------------------
-
-    def _computed(self, slot: GradientSlot) -> None:
+    def computed(self, index: int) -> None:
         """Note that backward has added to the gradient of this parameter; send the buckets that are full."""
+        slot = self._slots[index]
         if is_without_rows():
             slot.param.grad = None
         if self._graph != (graph := torch._C._current_graph_task_id()):
@@ -212,7 +167,7 @@ class BackwardReducer:
         if slot.computed:  # in another graph of the same backward
             if slot.bucket in self._buckets[: self.launched]:
                 raise UsageError(
-                    f"backward computed the gradient of {self._name(slot.param)} twice, and its "
+                    f"backward computed the gradient of {self.names[id(slot.param)]} twice, and its "
                     "sum over the workers had begun after the first time; pass use_reentrant=False to "
                     "torch.utils.checkpoint.checkpoint"
                 )
@@ -231,6 +186,8 @@ class BackwardReducer:
                 "cannot reduce over the workers; use torch.autograd.grad(..., create_graph=True) and backward() for "
                 "the loss that is made of them"
             )
+        if self.op is Sum and self._results:  # without `set_aside`, whose hook ends when a parameter is converted
+            raise UsageError(slots.CONVERTED)
         self._graph = graph
         if not backward.await_end(self):
             self._at_end = self._left > 1 or self._nested or self._is_one_of_many or self._needs_agreement()
@@ -238,21 +195,21 @@ class BackwardReducer:
     def _needs_agreement(self) -> bool:
         """Return True if the members agree before the next reduction, or a gradient may show itself as sparse."""
         group = self._present_group()
-        if group is None or group is not self._agreed_on or group is not self._group or not self._buckets:
+        if group is None or group is not self._group or not self._buckets:
             return True
-        return bool(self._unseen) or self._trained != [slot for slot in self._slots if slot.param.requires_grad]
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        return bool(self._unseen) or self._agreed_on != (group, group.log.joins) or self._trained != trained
 
     def _present_group(self) -> GlooGroup | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self.process_set.group() if self.process_set.included() else None
 
-    def _set_aside(self) -> None:
+    def set_aside(self) -> None:
         """Put reduced gradients aside before a further backward adds to them, which alone is summed then."""
-        if self.reduced:
-            self.reduced = False
-            for slot in self._slots:
-                if slot.param.grad is not None:
-                    slot.before, slot.param.grad = slot.param.grad.clone(), None
+        for slot, grad in zip(self._slots, self._results, strict=False):
+            if grad is not None and slot.param.grad is grad:
+                slot.before, slot.param.grad = grad.clone(), None
+        self._results = []
 
     def _send_full(self) -> None:
         while self.launched < len(self._buckets) and not sums_in_backward:
@@ -266,6 +223,8 @@ class BackwardReducer:
 
     def _send(self, bucket: Bucket) -> None:
         assert self._group is not None
+        if any((param.dtype, param.device) != (bucket.flat.dtype, bucket.flat.device) for param in bucket.params):
+            raise UsageError(slots.CONVERTED)
         if bucket.flags is not None:
             bucket.flags.copy_(self._stamp.to_send(process.update_pending))
         if bucket.piggyback is not None and self._scalars is not None:
@@ -276,14 +235,18 @@ class BackwardReducer:
             self._sparse_in_buckets.update(id(p) for p in bucket.params if p.grad is not None and p.grad.is_sparse)
         self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
-            param.grad = view  # also for those without one, until `_reduce` knows that no member has one
-
-    # --- at the end of backward, or of the step -----------------------------------------------
+            # also for those without one, until `_reduce` knows that no member has one; detached, since a loop may set
+            # `param.grad.data`, as `model.to` does
+            param.grad = view.detach()
 
     def backward_nested(self) -> None:
         self._nested = self._at_end = True
 
     def backward_failed(self) -> None:
+        if self.launched or any(slot.before is not None for slot in self._slots):
+            raise UsageError(
+                "the last backward raised an error after its reduction had begun, so its batch cannot be skipped"
+            )
         self._count_again()
 
     def backward_ended(self, ended: Backward) -> None:
@@ -321,7 +284,13 @@ class BackwardReducer:
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint",
                 stacklevel=3,
             )
-        if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced:
+        replaced = self.reduced and any(map(slots.has_other, self._slots, self._results))
+        if replaced and self.op is Sum:
+            raise UsageError(
+                "param.grad was replaced after its reduction, and would be summed again; change it in place, or call "
+                "optimizer.zero_grad() before setting gradients of this worker"
+            )
+        if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced or replaced:
             self.complete()
 
     def stepped(self) -> None:
@@ -333,6 +302,8 @@ class BackwardReducer:
 
     def forget(self) -> None:
         """Count the gradients as not reduced: they were reset."""
+        for slot in self._slots:
+            slot.before = None
         self._count_unused()
         self.reduced, self._newest = False, None
         self._left = self.passes
@@ -349,7 +320,7 @@ class BackwardReducer:
             MismatchError: the members are at different steps, or reduce gradients of different optimizers.
             UsageError: a later optimizer reduces parameters of this one.
         """
-        if self._replaced:
+        if self.replaced:
             raise UsageError(
                 "a DistributedOptimizer was made later for parameters of this one, and reduces their gradients now; "
                 "call step() of that one, or make one DistributedOptimizer for each set of parameters"
@@ -371,8 +342,12 @@ class BackwardReducer:
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
-            if not self.launched and self._needs_agreement():
-                self._prepare(group)
+            if not self.launched:
+                slots.check_frozen(self._slots, self._results)
+                if self.op is Sum:
+                    self.set_aside()
+                if self._needs_agreement():
+                    self._prepare(group)
             if self._is_one_of_many:
                 agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
             self._reduce(group)
@@ -381,6 +356,7 @@ class BackwardReducer:
                 grad = slot.param.grad
                 slot.param.grad = slot.before if grad is None else grad + slot.before
         self._rearm()
+        self._results = [] if group is None else [slot.param.grad for slot in self._slots]
         self.reduced = True
         self.reductions += 1
         self._stamp.reduced()
@@ -388,7 +364,7 @@ class BackwardReducer:
     def _prepare(self, group: GlooGroup) -> None:
         """Agree with the members, and make the buckets, if the world or what is trained has changed."""
         trained = [slot for slot in self._slots if slot.param.requires_grad]
-        if group is not self._agreed_on or trained != self._trained:
+        if self._agreed_on != (group, group.log.joins) or trained != self._trained:
             self._trained = trained
             self._agree(group)
         elif group is not self._group or not self._buckets:
@@ -408,14 +384,14 @@ class BackwardReducer:
         self._see_gradients()
         known = self._sparse | self._made_dense
         kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self._unseen) for slot in self._trained]
-        several, number, is_new = int(len(_reducers()) > 1), self.number, int(self._is_new)
+        several, number, is_new = int(len(slots.reducers()) > 1), self.number, int(self._is_new)
         detail = [*kinds, several, number, is_new]
         if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
             of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")
             group.wait(group.allreduce(of_any, Max.gloo))
             *kinds, several, number, is_new = of_any.tolist()
         if is_new:
-            check_equal(group, {self._name(slot.param): slot.param for slot in self._slots}, _REMEDY)
+            check_equal(group, {self.names[id(slot.param)]: slot.param for slot in self._slots})
             self._is_new = False
         sparse = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind == 2}
         self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
@@ -423,11 +399,8 @@ class BackwardReducer:
         self._unseen = {id(slot.param) for slot in self._slots} - seen
         self._is_one_of_many, self._agreed_number = bool(several), number
         self._stamp = Stamp()
-        self._agreed_on = group
+        self._agreed_on = group, group.log.joins
         self._plan(group)
-
-    def _name(self, param: torch.Tensor) -> str:
-        return self.names.get(id(param)) or f"parameter {[id(slot.param) for slot in self._slots].index(id(param))}"
 
     def _see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""
@@ -530,28 +503,3 @@ class BackwardReducer:
         self.forget()
         for slot in self._slots:
             slot.param.grad = None
-
-
-def abandon_steps() -> None:
-    """Drop the gradients of the present steps of all reducers in this process."""
-    for reducer in _reducers():
-        reducer.abandon()
-
-
-def _present(references: Iterable[weakref.ref[BackwardReducer]]) -> list[BackwardReducer]:
-    return [reducer for reference in references if (reducer := reference()) is not None]
-
-
-def _reducers() -> list[BackwardReducer]:
-    """Return the reducers in this process that have parameters."""
-    return list({id(reducer): reducer for reducer in _present(_owners.values())}.values())
-
-
-def _hook(reducer: weakref.ref[BackwardReducer], method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls the method of a reducer as long as that exists."""
-
-    def hook(_: Any) -> None:
-        if (owner := reducer()) is not None:
-            method(owner, *args)
-
-    return hook

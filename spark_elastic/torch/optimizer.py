@@ -21,6 +21,7 @@ from spark_elastic.collective.reduction import (
 )
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
+from spark_elastic.torch.slots import holds
 
 stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
 """The optimizers that have made a step since an elastic state looked last."""
@@ -45,7 +46,8 @@ class DistributedOptimizerMixin:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients are summed before they are reduced."""
-        self._reducer.set_passes(_positive(passes))
+        self._reducer.passes = _positive(passes)
+        self._reducer.forget()
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum a few numbers (losses, counts) over the members together with the gradients of this step.
@@ -86,6 +88,12 @@ class DistributedOptimizerMixin:
             UsageError: it is called in a hook, while backward runs.
         """
         reducer = self._reducer
+        params = [param for group in self._inner.param_groups for param in group["params"]]
+        if not holds(reducer, params):
+            raise UsageError(
+                "the parameters in optimizer.param_groups have changed, and gradients of new ones would not be "
+                "reduced; use add_param_group, or make a new DistributedOptimizer"
+            )
 
         def evaluated() -> Any:
             assert closure is not None
@@ -93,7 +101,8 @@ class DistributedOptimizerMixin:
             with torch.enable_grad():
                 loss = closure()
             if reducer.reductions == before:
-                reducer.complete()
+                reducer.forget()
+            reducer.complete_step()
             self._begin_step()
             return loss
 
@@ -142,7 +151,6 @@ class DistributedOptimizerMixin:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._inner.__dict__["state"] = self.__dict__["state"]
         self._inner.__dict__["param_groups"] = self.__dict__["param_groups"]
-        self._reducer.abandon()
 
 
 def DistributedOptimizer(

@@ -11,8 +11,13 @@ from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import digest
 from spark_elastic.errors import MismatchError
 
+_BROADCAST = (
+    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, as DistributedDataParallel "
+    "does by itself, or give the model to the state of an elastic loop"
+)
 
-def check_equal(group: GlooGroup, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
+
+def check_equal(group: GlooGroup, tensors: Mapping[str, torch.Tensor], remedy: str = _BROADCAST) -> None:
     """Compare digests of tensors with those of the other members; ranks that have joined do not count.
 
     Args:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
@@ -30,9 +29,9 @@ from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
-from spark_elastic.torch.gradients import abandon_steps
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
 from spark_elastic.torch.replicas import check_equal
+from spark_elastic.torch.slots import abandon_steps
 
 log = logging.getLogger("spark_elastic.torch")
 
@@ -255,21 +254,11 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
-class GradScalerHandler(StateDictHandler):
-    """The handler of a `GradScaler`, which also notes which optimizers it has unscaled in the present step."""
-
-    def set_light(self, light: Any) -> None:
-        super().set_light(light)
-        if self.value.is_enabled():
-            self.value._per_optimizer_states.clear()
-
-
 Registry = list[tuple[Any, type[StateHandler]]]
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
-    (GradScaler, GradScalerHandler),
     (HasStateDict, StateDictHandler),
 ]
 

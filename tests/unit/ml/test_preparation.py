@@ -24,8 +24,8 @@ from pyspark.sql.types import (
 from spark_elastic.data.columns import check_validation
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml import preparation
+from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.keras.compiling import check_order
-from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 
 SCHEMA = StructType(

@@ -28,7 +28,7 @@ class Alike:
 
 
 def reduced(gradient, size: int, compression, op=Average, predivide: float = 1.0):
-    bucket = Bucket([gradient], compression, flagged=False)
+    bucket = Bucket([gradient], compression, flags=0)
     bucket.scale(op, predivide, size)
     bucket.send(Alike(size), op.gloo, [gradient])
     bucket.unpack()

@@ -268,7 +268,83 @@ def backwards_that_fail() -> list[torch.nn.Module]:
     return [model]
 
 
+def summed(optimizer: torch.optim.Optimizer) -> tuple[Any, int]:
+    """With `op=Sum`, and the number to divide losses by."""
+    return (optimizer, 1) if plain else (wrapped(optimizer, op=hvd.Sum), hvd.size())
+
+
+def looked_at_between() -> list[torch.nn.Module]:
+    """`autograd.grad` between backward and step, a step that is made twice, and gradients that are never reset."""
+    model, other = model_of(), model_of()
+    optimizer, count = summed(torch.optim.SGD(model.parameters(), lr=0.1))
+    never_reset, _ = summed(torch.optim.SGD(other.parameters(), lr=0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss_of(model, step, 30) / count).backward()
+        torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.step()
+        (loss_of(other, step) / count).backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        never_reset.step()
+    return [model, other]
+
+
+def partly_set_by_hand() -> list[torch.nn.Module]:
+    model, head = model_of(), torch.nn.Linear(2, 1)
+    optimizer = wrapped(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        loss = head(model(rows(step + 50)).detach()).square().mean()
+        head.weight.grad, head.bias.grad = torch.autograd.grad(loss, [head.weight, head.bias])
+        optimizer.step()
+    return [model, head]
+
+
+def set_by_hand_twice() -> list[torch.nn.Module]:
+    """Sharpness-aware minimisation: the second gradients are those of a step; every other step is skipped."""
+    model = model_of()
+    params = list(model.parameters())
+    optimizer = wrapped(torch.optim.SGD(params, lr=0.1))
+
+    def set_gradients(step: int) -> None:
+        for param, grad in zip(params, torch.autograd.grad(loss_of(model, step), params), strict=True):
+            param.grad = grad
+        if not plain:
+            optimizer.synchronize()
+
+    for step in range(2 * STEPS):
+        set_gradients(step)
+        ascent = [0.05 * param.grad for param in params]
+        torch._foreach_add_([param.data for param in params], ascent)
+        set_gradients(step)
+        torch._foreach_sub_([param.data for param in params], ascent)
+        if step % 2:
+            optimizer.step()
+    return [model]
+
+
+def written_through_data() -> list[torch.nn.Module]:
+    model = model_of()
+    optimizer = wrapped(torch.optim.Adam(model.parameters(), lr=0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for param in model.parameters():
+            param.grad.detach_()
+            param.grad.data = param.grad.data.clamp(-0.1, 0.1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    return [model]
+
+
 PROGRAMS = [
+    looked_at_between,
+    partly_set_by_hand,
+    set_by_hand_twice,
+    written_through_data,
     clipping,
     clipping_as_horovod_does,
     scaled_by_hand,
@@ -407,3 +483,73 @@ def test_gradients_that_are_being_reduced_cannot_be_reset(alone):
     optimizer._reducer.launched = 1
     with pytest.raises(AssertionError, match="are being reduced"):
         optimizer.zero_grad()
+
+
+def stepped(model: torch.nn.Module, optimizer: Any, step: int, dtype: torch.dtype = torch.float32) -> None:
+    model.zero_grad()
+    model(rows(step).to(dtype)).square().mean().backward()
+    optimizer.step()
+
+
+def refusals() -> list[str]:
+    hvd.init()
+    found = []
+
+    def refused(function: Any) -> None:
+        with pytest.raises(UsageError) as error:
+            function()
+        found.append(str(error.value))
+
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=4)
+    stepped(model, optimizer, 0)
+    hidden = model[0](rows(1))
+    hidden.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model[2](hidden).sum().backward()
+    refused(lambda: stepped(model, optimizer, 1))
+    optimizer.detach()
+
+    refused(lambda: hvd.DistributedOptimizer(torch.optim.SGD(torch.nn.LazyLinear(2).parameters(), lr=0.1)))
+    for op in (hvd.Average, hvd.Sum):
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=op)
+        stepped(model, optimizer, 0)
+        model.double()
+        refused(lambda model=model, optimizer=optimizer: stepped(model, optimizer, 1, torch.float64))
+
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].requires_grad_(False)
+    model[0].weight.grad = torch.ones(7, 5)
+    refused(optimizer.step)
+
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].bias = optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(torch.ones(7))
+    refused(lambda: stepped(model, optimizer, 0))
+    return found
+
+
+def test_what_cannot_be_reduced_is_refused():
+    words = ["cannot be skipped", "lazy module", "type or device", "type or device", "does not require", "param_groups"]
+    for found in together(refusals, 2):
+        assert [word for word, message in zip(words, found, strict=True) if word not in message] == []
+
+
+def joined_each_epoch() -> list[list[float]]:
+    hvd.init()
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for step in range(2 + hvd.rank()):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), hvd.join())
+    return [param.tolist() for param in model.parameters()]
+
+
+def test_ranks_with_uneven_batches_join_in_each_epoch():
+    one, other = together(joined_each_epoch, 2)
+    assert one == other

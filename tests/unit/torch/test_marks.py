@@ -284,3 +284,48 @@ def unfrozen():
 def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():
     one, other = together(unfrozen, 2)
     assert one == other
+
+
+def test_a_loss_between_unscaling_and_step_is_forgotten_by_a_scaler_outside_the_state(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = TorchState(model, optimizer, step=0)
+    lost = []
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 3:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if state.step == 1 and not lost:
+                lost.append(state.step)
+                raise HorovodInternalError("a peer is gone")
+            scaler.step(optimizer)
+            scaler.update()
+            state.step += 1
+            state.check_host_updates()
+
+    loop(state)
+    assert (state.step, lost) == (3, [1])
+
+
+def test_steps_that_a_scaler_skips_are_between_two_steps(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 6:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 3), float("inf"))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            state.step += 1
+            state.commit()
+
+    loop(state)
+    assert state.step == 6
