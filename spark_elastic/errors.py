@@ -1,11 +1,7 @@
 """Every error that spark_elastic raises; docs/errors.md lists them with causes and remedies.
 
-- `UsageError`: the call needs a change, nothing was run.
-- `JobError`: the job ran and could not continue.
-- `ProtocolError`: a peer broke the wire protocol.
-- `HorovodInternalError` and `HostsUpdatedInterrupt`: signals inside a worker, which `elastic.run` handles.
-
-All of them survive a pickle round trip, so they can travel from an executor to the driver.
+`UsageError`: the call needs a change, nothing was run. `JobError`: the job ran and could not continue. Inside a worker,
+`elastic.run` handles `HorovodInternalError` and `HostsUpdatedInterrupt`. All errors survive a pickle round trip.
 """
 
 from __future__ import annotations
@@ -478,7 +474,7 @@ class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
     newest: ClassVar[str | None] = None
-    """The message of the newest one since an elastic loop last called its function, which may have caught it."""
+    """The message of the newest one since an elastic loop has last called its function."""
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)

@@ -6,7 +6,6 @@ clipping, unscaling or scaling by hand, it does to reduced gradients.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import count
@@ -250,11 +249,7 @@ class BackwardReducer:
         self._count_again()
 
     def backward_ended(self, ended: Backward) -> None:
-        """Count a backward pass; reduce the gradients if it was the last one of the step.
-
-        Raises:
-            Errors of `complete`.
-        """
+        """Count a backward pass; if it was the last one of the step, reduce the gradients, and raise as `complete`."""
         self._left -= 1
         self._count_unused()
         self._newest = ended
@@ -277,13 +272,6 @@ class BackwardReducer:
         """
         if torch._C._current_graph_task_id() != -1:
             raise UsageError("a DistributedOptimizer cannot step within backward, in a hook; call step() after it")
-        if backward.has_not_ended_for(self) and self._nested:
-            warnings.warn(
-                "backward ended within a reentrant checkpoint, so the gradients are reduced in optimizer.step(), after "
-                "what was done to them since: call optimizer.synchronize() before clipping, or pass "
-                "use_reentrant=False to torch.utils.checkpoint.checkpoint",
-                stacklevel=3,
-            )
         replaced = self.reduced and any(map(slots.has_other, self._slots, self._results))
         if replaced and self.op is Sum:
             raise UsageError(
@@ -292,6 +280,10 @@ class BackwardReducer:
             )
         if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced or replaced:
             self.complete()
+
+    def accept(self) -> None:
+        """Count the present gradients as reduced ones, also if they have been replaced."""
+        self._results = [slot.param.grad for slot in self._slots]
 
     def stepped(self) -> None:
         """Begin a new step: the optimizer has used the gradients."""
@@ -356,7 +348,7 @@ class BackwardReducer:
                 grad = slot.param.grad
                 slot.param.grad = slot.before if grad is None else grad + slot.before
         self._rearm()
-        self._results = [] if group is None else [slot.param.grad for slot in self._slots]
+        self._results = [slot.param.grad for slot in self._slots if group is not None]
         self.reduced = True
         self.reductions += 1
         self._stamp.reduced()

@@ -68,11 +68,13 @@ class DistributedOptimizerMixin:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Synchronize first: `step` in this context, which in Horovod does not reduce, has nothing left to reduce.
+        """Let `step` in this context use the gradients as they are; reduce first what has not been reduced at all.
 
         Raises:
             HorovodInternalError: see `synchronize`.
         """
+        if self._reducer.reduced:
+            self._reducer.accept()
         self.synchronize()
         yield
 
