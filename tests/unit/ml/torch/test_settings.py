@@ -20,7 +20,7 @@ from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
+from spark_elastic.ml.training.spec import CHECKPOINTS
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, alone, make_net, make_training
 
@@ -62,27 +62,6 @@ def test_transformation_fn_must_return_labels_and_weights(weighted_data, tmp_pat
         maker(weighted_data, tmp_path, transformation_fn=features_only).parts(rows)
     changes = {"loss": None, "train_fn": trainings.squared, "transformation_fn": features_only}
     assert len(maker(weighted_data, tmp_path, **changes).parts(rows)) == 1  # a train_fn knows what it needs
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": None}, "either batch_size or per_worker_batch_size"),
-        ({"per_worker_batch_size": 4}, "either batch_size or per_worker_batch_size"),
-        ({"loss": None}, "either loss or train_fn"),
-        ({"loss": None, "train_fn": trainings.squared, "loss_weights": [1]}, "loss_weights need losses"),
-        ({"scheduler_interval": "batch"}, 'must be "epoch" or "step"'),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_before_anything_runs(changes, message, data, tmp_path):
-    with pytest.raises(InvalidSettingsError, match=message):
-        make_training(data, tmp_path, **changes)
-
-
-@pytest.mark.parametrize("plan", [{"every_epochs": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}])
-def test_invalid_checkpoint_plan_is_refused(plan):
-    with pytest.raises(InvalidSettingsError, match=next(iter(plan))):
-        CheckpointPlan(**plan)
 
 
 @pytest.mark.parametrize(
