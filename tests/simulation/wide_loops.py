@@ -23,6 +23,12 @@ from typing import Any
 from tests.simulation.user_loops import RATE, failing
 
 EPOCHS, BATCHES, ROWS = 3, 12, 4
+KINDS = [
+    *("plain", "two optimizers", "closure", "closure twice", "by hand"),
+    # the names with "synchronized" are Horovod's way, the others DistributedDataParallel's
+    *("scaler", "scaler synchronized", "clip", "clip synchronized", "scaled"),
+    *("freezing", "checkpoint", "reentrant checkpoint", "several backwards"),
+]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def loop_of(seed: int) -> Loop:
     rng = random.Random(seed)
     commit_every, checks = rng.choice([1, 1, 3, 7, 0]), rng.random() < 0.4
     return Loop(
-        kind=rng.choice(["plain", "two optimizers", "closure", "closure twice", "scaler", "clip", "by hand"]),
+        kind=rng.choice(KINDS),
         commit_every=commit_every,
         checks=checks,
         counts=rng.choice(["before", "after"]),
@@ -101,6 +107,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
             whenever the loop's function begins.
     """
     import torch
+    from torch.utils.checkpoint import checkpoint
 
     import spark_elastic.torch as hvd
 
@@ -119,7 +126,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
 
     model, second, average = build(), build(), build()
     average.load_state_dict(model.state_dict())
-    passes = how.passes if how.kind in ("plain", "clip") else 1
+    passes = how.passes if how.kind in ("plain", "clip", "clip synchronized", "freezing", "scaled") else 1
     adam = random.Random(seed + 2).random() < 0.5
 
     def optimizer_of(module: torch.nn.Module) -> Any:
@@ -144,7 +151,13 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
     state = hvd.elastic.TorchState(model, optimizer, batch=0, epoch=0, seen=0, log=[], best=1e9, counts=counts, **more)
 
     def loss_of(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(module(inputs), targets) * float(hvd.rank() == 0)
+        if how.kind.endswith("checkpoint") and module is model:
+            hidden = module[0](inputs)
+            reentrant = how.kind.startswith("reentrant")
+            output = checkpoint(lambda rows: module[2](module[1](rows)), hidden, use_reentrant=reentrant)
+        else:
+            output = module(inputs)
+        return torch.nn.functional.mse_loss(output, targets) * float(hvd.rank() == 0)
 
     def follow(share: float) -> None:
         with torch.no_grad():
@@ -183,20 +196,31 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
                 return loss
 
             optimizer.step(closure)
-        elif how.kind == "scaler":
+        elif how.kind.startswith("scaler"):
             loss = loss_of(model, inputs, targets)
             if state.epoch == 1 and number in (4, 5) and hvd.rank() == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
+            if how.kind == "scaler":
+                scaler.unscale_(optimizer)
                 scaler.step(optimizer)
+            else:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
             scaler.update()
         else:
-            for part in range(passes):
+            if how.kind == "freezing":
+                model[0].requires_grad_(state.epoch != 1)
+            for part in range(3 if how.kind == "several backwards" else passes):
                 loss_of(model, inputs + part, targets).backward()
-            if how.kind == "clip":
+            if how.kind in ("clip", "several backwards", "reentrant checkpoint"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if how.kind == "scaled":
+                for param in model.parameters():
+                    param.grad.mul_(1 + param.grad.norm())
+            if how.kind == "clip synchronized":
                 optimizer.synchronize()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 with optimizer.skip_synchronize():
