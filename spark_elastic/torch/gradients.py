@@ -64,7 +64,6 @@ class BackwardReducer:
 
     def __post_init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.number = next(_numbers)
-        """The number of the optimizer in this process, in the order in which they were made."""
         self.launched = 0
         """The number of buckets sent; 0 before and after each reduction."""
         self.reduced = False
@@ -153,8 +152,12 @@ class BackwardReducer:
 
     @property
     def is_in_step(self) -> bool:
-        """True from the first backward pass of a step until an optimizer that took part in the last one steps."""
-        return self._left != self.passes or (self._newest is not None and not self._newest.used)
+        """True from the first backward pass of a step until an optimizer that took part in the last one steps.
+
+        A step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
+        """
+        waits = self._newest is not None and not self._newest.used
+        return self._left != self.passes or (waits and slots.are_finite(self._slots))
 
     def computed(self, index: int) -> None:
         """Note that backward has added to the gradient of this parameter; send the buckets that are full."""

@@ -63,6 +63,13 @@ def has_other(slot: GradientSlot, result: torch.Tensor | None) -> bool:
     return grad is not None and grad is not result
 
 
+def are_finite(slots: Sequence[GradientSlot]) -> bool:
+    """Return True if there are gradients, and all their values are finite."""
+    grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    return bool(values) and all(bool(each.isfinite().all()) for each in values)
+
+
 def holds(reducer: Any, params: Sequence[torch.Tensor]) -> bool:
     """Return True if these are the parameters of a reducer, in its order."""
     slots = reducer._slots
