@@ -69,6 +69,10 @@ class StateHandler:
     def set_light(self, light: Any) -> None:
         """Set the light part to a copy of `light`, which later changes of the value must not change."""
 
+    def light_at_mark(self) -> Any:
+        """Return a copy of what may have changed of the light part before the next step; the light part by default."""
+        return self.light()
+
     def layout(self) -> Layout:
         """Return the tensors that the value has now."""
         return []
@@ -187,6 +191,33 @@ class Handlers:
                 self.by_name[name] = handler
         self.plain = PlainAttributes(owner, plain)
 
+    def add(self, name: str, value: Any, in_loop: bool) -> bool:
+        """Keep an attribute that is about to be set and that has no handler; return True if it has one now.
+
+        Raises:
+            UsageError: The state cannot keep the value.
+        """
+        if is_atom(value) and name in self.plain.names:
+            return False
+        new = self.plain.is_new(name)
+        if not new and name not in self.plain.names:
+            return False
+        handler = self._handler_for(value)
+        if handler is not None and (new or handler.observed):
+            if in_loop:
+                raise UsageError(
+                    f"{name} cannot be given to the state within the loop, because a newcomer would not have this "
+                    f"{type(value).__name__}: give it to the state as a keyword argument"
+                )
+            if not new:
+                self.plain.remove(name)
+            self.by_name[name] = handler
+            return True
+        if new:
+            self._check_plain(name, value)
+            self.plain.add(name, value)
+        return False
+
     def _check_plain(self, name: str, value: Any) -> None:
         """Raise UsageError if a collection has models or optimizers, of which the state would go on with copies."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -227,8 +258,8 @@ class Handlers:
         self.plain.restore()
 
     def light_values(self) -> Any:
-        """Return copies of all light parts and of all plain values."""
-        return {name: handler.light() for name, handler in self.by_name.items()}, self.plain.copies()
+        """Return copies of the light parts, as marks keep them, and of all plain values."""
+        return {name: handler.light_at_mark() for name, handler in self.by_name.items()}, self.plain.copies()
 
     def assign_light_values(self, values: Any) -> None:
         light, plain = values

@@ -6,7 +6,10 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import cloudpickle
 import torch
+
+from spark_elastic.errors import UsageError
 
 _ATOMS: frozenset[type] = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
@@ -17,20 +20,49 @@ def is_atom(value: Any) -> bool:
 
 
 class PlainAttributes:
-    """The plain attributes of an object, saved and restored together, as independent copies."""
+    """The plain attributes of an object, saved and restored together, as independent copies.
+
+    Attributes that are added later are kept as well; `assign` removes those of them that it has no value for.
+    """
 
     def __init__(self, owner: object, names: Iterable[str]) -> None:
         self.names = list(names)
+        self._added: set[str] = set()
         self._owner = owner
         self._saved: dict[str, Any] = {}
 
+    def is_new(self, name: str) -> bool:
+        """Return True if an attribute of this name would be added: it is public, and no part of the owner's class."""
+        return not name.startswith("_") and name not in vars(self._owner) and not hasattr(type(self._owner), name)
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep an attribute that is about to be set.
+
+        Raises:
+            UsageError: The value cannot be pickled.
+        """
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            raise UsageError(
+                f"{name} cannot be kept by the state: a {type(value).__name__} cannot be pickled ({error}); let its "
+                "name begin with an underscore to keep it out of the state"
+            ) from error
+        self._register(name)
+
     def copies(self) -> dict[str, Any]:
-        values: dict[str, Any] = independent_copy({name: getattr(self._owner, name) for name in self.names})
+        own = vars(self._owner)
+        values: dict[str, Any] = independent_copy({name: own[name] for name in self.names if name in own})
         return values
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Set attributes of the owner to copies of these values."""
+        for name in self._added - values.keys():
+            self.remove(name)
+            vars(self._owner).pop(name, None)
         for name, value in independent_copy(dict(values)).items():
+            if name not in self.names:
+                self._register(name)
             setattr(self._owner, name, value)
 
     def save(self) -> None:
@@ -41,11 +73,17 @@ class PlainAttributes:
 
     def take_up(self, kept: PlainAttributes) -> None:
         """Set the attributes that `kept` has as well to the values of the owner of `kept`."""
-        self.assign({name: getattr(kept._owner, name) for name in self.names if name in kept.names})
+        both = [name for name in kept.names if name in self.names or name in kept._added]
+        self.assign({name: getattr(kept._owner, name) for name in both})
 
     def remove(self, name: str) -> None:
         self.names.remove(name)
+        self._added.discard(name)
         self._saved.pop(name, None)
+
+    def _register(self, name: str) -> None:
+        self.names.append(name)
+        self._added.add(name)
 
 
 def independent_copy(value: Any) -> Any:
