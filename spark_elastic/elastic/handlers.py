@@ -16,12 +16,20 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from spark_elastic import clock
 from spark_elastic.collective.calls import agree, as_bytes
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy, is_atom
+from spark_elastic.elastic.plain_values import (
+    SLOW_COPY_S,
+    PlainAttributes,
+    check_names,
+    independent_copy,
+    is_atom,
+    unpicklable_named,
+)
 from spark_elastic.errors import StateNotMovableError, UsageError
 
 H = TypeVar("H", bound="StateHandler")
@@ -181,6 +189,7 @@ class Handlers:
         self.by_name: dict[str, StateHandler] = {}
         self._handler_for = handler_for
         plain = []
+        check_names(owner, values)
         for name, value in values.items():
             setattr(owner, name, value)
             handler = handler_for(value)
@@ -259,7 +268,14 @@ class Handlers:
 
     def light_values(self) -> Any:
         """Return copies of the light parts, as marks keep them, and of all plain values."""
-        return {name: handler.light_at_mark() for name, handler in self.by_name.items()}, self.plain.copies()
+        light = {}
+        for name, handler in self.by_name.items():
+            began = clock.monotonic()
+            light[name] = handler.light_at_mark()
+            seconds = clock.monotonic() - began
+            if seconds > SLOW_COPY_S and not self.plain.said_slow:
+                self.plain.say_slow(name, handler.value, seconds)
+        return light, self.plain.copies()
 
     def assign_light_values(self, values: Any) -> None:
         light, plain = values
@@ -293,7 +309,8 @@ class Handlers:
         """Take over the values of the member of rank `root`, and return its `extra`; see `take_over`."""
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
-        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged)
+        with unpicklable_named(lambda: self.plain.copies() | {n: each.light() for n, each in handlers.items()}):
+            values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged)
         for name in own:
             self.by_name[name].sync()
         self.plain.assign(values)

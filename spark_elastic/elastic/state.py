@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
+from spark_elastic.elastic.plain_values import PlainAttributes, check_names, independent_copy, unpicklable_named
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -258,6 +258,7 @@ class ObjectState(State):
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
+        check_names(self, kwargs)
         self._plain = PlainAttributes(self, kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -283,7 +284,9 @@ class ObjectState(State):
             self._counter.set(self._counter.saved_version)
 
     def sync(self) -> None:
-        self._plain.assign(self._bcast_object(self._plain.copies()))
+        with unpicklable_named(self._plain.copies):
+            values = self._bcast_object(self._plain.copies())
+        self._plain.assign(values)
         self._plain.save()
         if not self._entering:
             self._commit()
