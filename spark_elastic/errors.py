@@ -293,7 +293,7 @@ class StateLostError(JobError):
         if self.cancelled:
             remedy = "leave its Spark jobs alone (cancelAllJobs, the UI); cancel() of a run_async job ends it in order"
         return (
-            f"every worker that held the state is gone (last applied step: {self.progress}; last loss: "
+            f"every worker that held the state is gone (last reported step: {self.progress}; last loss: "
             f"{self.last_reason}); start again from a checkpoint, and {remedy}"
         )
 
@@ -371,7 +371,7 @@ class SessionLostError(JobError):
 
     def words(self) -> str:
         return (
-            f"{self.reason} while the job ran, and its workers ended with it (last applied step: "
+            f"{self.reason} while the job ran, and its workers ended with it (last reported step: "
             f"{self.progress or 0}); keep the session until the job is over"
         )
 

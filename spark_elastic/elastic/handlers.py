@@ -16,12 +16,20 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from spark_elastic import clock
 from spark_elastic.collective.calls import agree, as_bytes
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy, is_atom
+from spark_elastic.elastic.plain_values import (
+    SLOW_COPY_S,
+    PlainAttributes,
+    check_names,
+    independent_copy,
+    is_atom,
+    unpicklable_named,
+)
 from spark_elastic.errors import StateNotMovableError, UsageError
 
 H = TypeVar("H", bound="StateHandler")
@@ -68,6 +76,10 @@ class StateHandler:
 
     def set_light(self, light: Any) -> None:
         """Set the light part to a copy of `light`, which later changes of the value must not change."""
+
+    def light_at_mark(self) -> Any:
+        """Return a copy of what may have changed of the light part before the next step; the light part by default."""
+        return self.light()
 
     def layout(self) -> Layout:
         """Return the tensors that the value has now."""
@@ -177,6 +189,7 @@ class Handlers:
         self.by_name: dict[str, StateHandler] = {}
         self._handler_for = handler_for
         plain = []
+        check_names(owner, values)
         for name, value in values.items():
             setattr(owner, name, value)
             handler = handler_for(value)
@@ -186,6 +199,33 @@ class Handlers:
             else:
                 self.by_name[name] = handler
         self.plain = PlainAttributes(owner, plain)
+
+    def add(self, name: str, value: Any, in_loop: bool) -> bool:
+        """Keep an attribute that is about to be set and that has no handler; return True if it has one now.
+
+        Raises:
+            UsageError: The state cannot keep the value.
+        """
+        if is_atom(value) and name in self.plain.names:
+            return False
+        new = self.plain.is_new(name)
+        if not new and name not in self.plain.names:
+            return False
+        handler = self._handler_for(value)
+        if handler is not None and (new or handler.observed):
+            if in_loop:
+                raise UsageError(
+                    f"{name} cannot be given to the state within the loop, because a newcomer would not have this "
+                    f"{type(value).__name__}: give it to the state as a keyword argument"
+                )
+            if not new:
+                self.plain.remove(name)
+            self.by_name[name] = handler
+            return True
+        if new:
+            self._check_plain(name, value)
+            self.plain.add(name, value)
+        return False
 
     def _check_plain(self, name: str, value: Any) -> None:
         """Raise UsageError if a collection has models or optimizers, of which the state would go on with copies."""
@@ -227,8 +267,15 @@ class Handlers:
         self.plain.restore()
 
     def light_values(self) -> Any:
-        """Return copies of all light parts and of all plain values."""
-        return {name: handler.light() for name, handler in self.by_name.items()}, self.plain.copies()
+        """Return copies of the light parts, as marks keep them, and of all plain values."""
+        light = {}
+        for name, handler in self.by_name.items():
+            began = clock.monotonic()
+            light[name] = handler.light_at_mark()
+            seconds = clock.monotonic() - began
+            if seconds > SLOW_COPY_S and not self.plain.said_slow:
+                self.plain.say_slow(name, handler.value, seconds)
+        return light, self.plain.copies()
 
     def assign_light_values(self, values: Any) -> None:
         light, plain = values
@@ -262,7 +309,8 @@ class Handlers:
         """Take over the values of the member of rank `root`, and return its `extra`; see `take_over`."""
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
-        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged)
+        with unpicklable_named(lambda: self.plain.copies() | {n: each.light() for n, each in handlers.items()}):
+            values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged)
         for name in own:
             self.by_name[name].sync()
         self.plain.assign(values)

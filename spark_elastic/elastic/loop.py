@@ -19,6 +19,7 @@ from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
+from spark_elastic.elastic.mark import StepCounter
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import ProvisionalPosition
@@ -217,6 +218,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         return result
 
     def call_until_done(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
+        outer, StepCounter.of_loop = StepCounter.of_loop, state._counter
         state._counter.in_loop = True
         try:
             while True:
@@ -238,6 +240,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     state._interrupted()
                 entry = frontend.rejoin(state.version)
         finally:
+            StepCounter.of_loop = outer
             state._loop_over()
 
     functools.update_wrapper(wrapper, func)

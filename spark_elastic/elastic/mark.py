@@ -9,7 +9,7 @@ commit together. `OptimizerSteps` is the part of this that depends on the framew
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from spark_elastic.elastic.handlers import Handlers
 from spark_elastic.membership.topology import StateVersion
@@ -21,6 +21,9 @@ class StepCounter:
     Args:
         report: A function to call with each new version.
     """
+
+    of_loop: ClassVar[StepCounter | None] = None
+    """That of the state whose loop is running."""
 
     def __init__(self, report: Callable[[StateVersion], None]) -> None:
         self.version: StateVersion | None = None

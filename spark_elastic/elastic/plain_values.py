@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import torch
+
+from spark_elastic import clock
+from spark_elastic.errors import NotPicklableError, SparkElasticError, UsageError
+
+log = logging.getLogger("spark_elastic.elastic.state")
+
+SLOW_COPY_S = 0.5
+"""A value that takes longer to copy is named in a warning."""
 
 _ATOMS: frozenset[type] = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
@@ -17,20 +29,65 @@ def is_atom(value: Any) -> bool:
 
 
 class PlainAttributes:
-    """The plain attributes of an object, saved and restored together, as independent copies."""
+    """The plain attributes of an object, saved and restored together, as independent copies.
+
+    Attributes that are added later are kept as well; `assign` removes those of them that it has no value for.
+    """
 
     def __init__(self, owner: object, names: Iterable[str]) -> None:
         self.names = list(names)
+        self._added: set[str] = set()
         self._owner = owner
         self._saved: dict[str, Any] = {}
+        self.said_slow = False
+        """A warning has named a value that takes long to copy."""
+
+    def is_new(self, name: str) -> bool:
+        """Return True if an attribute of this name would be added: it is public, and no part of the owner's class."""
+        return not name.startswith("_") and name not in vars(self._owner) and not hasattr(type(self._owner), name)
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep an attribute that is about to be set.
+
+        Raises:
+            NotPicklableError: The value cannot be pickled.
+        """
+        check_picklable({name: value}, "let its name begin with an underscore to keep it out of the state")
+        self._register(name)
 
     def copies(self) -> dict[str, Any]:
-        values: dict[str, Any] = independent_copy({name: getattr(self._owner, name) for name in self.names})
+        present = {name: getattr(self._owner, name) for name in self.names if hasattr(self._owner, name)}
+        began = clock.monotonic()
+        values: dict[str, Any] = independent_copy(present)
+        if clock.monotonic() - began > SLOW_COPY_S and not self.said_slow:
+            seconds = {}
+            for name, value in present.items():
+                began = clock.monotonic()
+                independent_copy(value)
+                seconds[name] = clock.monotonic() - began
+            slowest = max(seconds, key=lambda name: seconds[name])
+            self.say_slow(slowest, present[slowest], seconds[slowest])
         return values
+
+    def say_slow(self, name: str, value: Any, seconds: float) -> None:
+        """Warn, once for a state, that a value of it takes so long to copy."""
+        self.said_slow = True
+        log.warning(
+            "%s of the state, a %s, takes %.1f s to copy, at each commit and check; keep what does not change outside "
+            "of the state",
+            name,
+            type(value).__name__,
+            seconds,
+        )
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Set attributes of the owner to copies of these values."""
+        for name in self._added - values.keys():
+            self.remove(name)
+            vars(self._owner).pop(name, None)
         for name, value in independent_copy(dict(values)).items():
+            if name not in self.names:
+                self._register(name)
             setattr(self._owner, name, value)
 
     def save(self) -> None:
@@ -41,11 +98,58 @@ class PlainAttributes:
 
     def take_up(self, kept: PlainAttributes) -> None:
         """Set the attributes that `kept` has as well to the values of the owner of `kept`."""
-        self.assign({name: getattr(kept._owner, name) for name in self.names if name in kept.names})
+        both = [name for name in kept.names if name in self.names or name in kept._added]
+        self.assign({name: getattr(kept._owner, name) for name in both})
 
     def remove(self, name: str) -> None:
         self.names.remove(name)
+        self._added.discard(name)
         self._saved.pop(name, None)
+
+    def _register(self, name: str) -> None:
+        self.names.append(name)
+        self._added.add(name)
+
+
+def check_names(owner: object, names: Iterable[str]) -> None:
+    """Raise UsageError if a value of a state has the name of a method, a property or a part of the state."""
+    kind = type(owner)
+    own = {name: getattr(kind, name) for name in dir(kind)}
+    methods = [n for n, each in own.items() if callable(each) or (isinstance(each, property) and each.fset is None)]
+    taken = {*methods, *vars(owner), "_frontend", "_handlers", "_mark", "_plain", "_root_unbuilt", "_steps"}
+    for name in names:
+        if name in taken:
+            public = ", ".join(sorted(each for each in methods if not each.startswith("_")))
+            raise UsageError(
+                f"{name} cannot be the name of a value of a {kind.__name__}, which uses it itself; taken are {public}, "
+                "and names of its own that begin with an underscore"
+            )
+
+
+def check_picklable(values: Mapping[str, Any], remedy: str) -> None:
+    """Raise NotPicklableError if a value cannot be pickled; the error names it, and ends with the remedy."""
+    for name, value in values.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            raise NotPicklableError(
+                f"{name} cannot be kept by the state: a {type(value).__name__} cannot be pickled "
+                f"({type(error).__name__}: {error}); {remedy}"
+            ) from error
+
+
+@contextmanager
+def unpicklable_named(values: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """Name the value that could not be pickled if an error of pickling leaves this context."""
+    try:
+        yield
+    except SparkElasticError:
+        raise
+    except Exception:
+        check_picklable(
+            values(), "give the state what can be sent to other workers, and make this value on each worker"
+        )
+        raise
 
 
 def independent_copy(value: Any) -> Any:
@@ -116,7 +220,8 @@ def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Return True if two values are equal, also where `==` returns an array or raises, or a value contains itself.
 
-    Objects without an `==` of their own are equal if they have one type and would be pickled alike.
+    Objects of Python classes are equal if they have one type and would be pickled alike; their own `==` may ignore a
+    part of them.
     """
     return _same(one, other, {})
 
@@ -131,7 +236,9 @@ def _same(one: Any, other: Any, seen: _Seen) -> bool:
     if type(one) is not type(other):
         return False
     kind: Any = type(one)
-    is_plain = kind.__eq__ is object.__eq__
+    is_plain = kind.__eq__ is object.__eq__ or (
+        isinstance(kind.__eq__, FunctionType) and not isinstance(one, torch.Tensor)
+    )
     if is_plain or isinstance(one, (dict, list, tuple)):
         if (id(one), id(other)) in seen:
             return True  # an outer call compares this pair just now, or it was equal

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
+from spark_elastic.elastic.plain_values import PlainAttributes, check_names, independent_copy, unpicklable_named
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -119,8 +119,14 @@ class State:
         """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted.
 
         Raises:
+            UsageError: A loop is running, and its state is another one.
             HorovodInternalError: A collective has failed, and the loop's function has caught the error.
         """
+        if StepCounter.of_loop not in (None, self._counter):
+            raise UsageError(
+                "commit() or check_host_updates() was called for a state other than the state of the loop; it would "
+                "neither return to its commit after a loss nor reach newcomers: give its values to the loop's state"
+            )
         if self._counter.in_loop and not self._counter.alone and HorovodInternalError.newest is not None:
             raise HorovodInternalError(HorovodInternalError.newest)
         return not self._counter.alone
@@ -252,6 +258,7 @@ class ObjectState(State):
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
+        check_names(self, kwargs)
         self._plain = PlainAttributes(self, kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
@@ -260,7 +267,12 @@ class ObjectState(State):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plain: PlainAttributes | None = self.__dict__.get("_plain")
+        if plain is not None and name not in plain.names and plain.is_new(name):
+            plain.add(name, value)
+        object.__setattr__(self, name, value)
 
     def save(self) -> None:
         self._plain.save()
@@ -272,9 +284,10 @@ class ObjectState(State):
             self._counter.set(self._counter.saved_version)
 
     def sync(self) -> None:
-        if self._plain.names:
-            self._plain.assign(self._bcast_object(self._plain.copies()))
-            self._plain.save()
+        with unpicklable_named(self._plain.copies):
+            values = self._bcast_object(self._plain.copies())
+        self._plain.assign(values)
+        self._plain.save()
         if not self._entering:
             self._commit()
 
@@ -321,9 +334,11 @@ class ElasticState(State):
         def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
-        parts = self.__dict__
-        handler = parts["_handlers"].by_name.get(name) if "_handlers" in parts else None
-        if handler is None or value is handler.value:
+        handlers: Handlers | None = self.__dict__.get("_handlers")
+        handler = handlers.by_name.get(name) if handlers is not None else None
+        if handler is None and handlers is not None and handlers.add(name, value, self._counter.in_loop):
+            handler = handlers.by_name[name]
+        elif handler is None or value is handler.value:
             object.__setattr__(self, name, value)
             return
         handler.set_value(value)

@@ -318,7 +318,7 @@ def broadcast_optimizer_state(
         process_set: the processes that take part.
     """
     from spark_elastic.elastic.handlers import take_over
-    from spark_elastic.torch.elastic.state import OptimizerStateHandler
+    from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
 
     if is_provisional():
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,18 @@ def test_values_are_compared_by_content():
     assert same({"a": np.ones(2)}, {"a": np.ones(2)})
     assert not same(1, 1.0)
     assert same(float("nan"), float("nan"))
+
+
+@dataclass
+class Ended:
+    epoch: int
+    seconds: float = field(compare=False)
+
+
+def test_fields_that_an_objects_own_comparison_ignores_are_compared():
+    assert Ended(1, 2.0) == Ended(1, 3.0)
+    assert not same(Ended(1, 2.0), Ended(1, 3.0))
+    assert same([Ended(1, 2.0)], [Ended(1, 2.0)])
 
 
 class Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,240 +18,25 @@ from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import (
     Handlers,
     HasStateDict,
-    Layout,
     StateDictHandler,
     StateHandler,
-    TensorSpec,
-    copy_all,
 )
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
+from spark_elastic.torch.elastic.handlers import (
+    BufferCopies,
+    ModelStateHandler,
+    OptimizerStateHandler,
+    ParameterHandler,
+    SamplerStateHandler,
+)
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
 from spark_elastic.torch.replicas import check_equal
 from spark_elastic.torch.slots import abandon_steps
 
 log = logging.getLogger("spark_elastic.torch")
-
-
-class BufferCopies:
-    """Copies of the buffers of modules, and these tensors themselves: a forward pass writes to them or replaces them.
-
-    A buffer that was replaced may share its memory with the user's data, so `restore` never writes to the new tensor.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
-        self._copies: list[torch.Tensor] = []
-
-    def save(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._places = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
-        tensors = self._tensors()
-        if [(c.shape, c.dtype, c.device) for c in self._copies] == [(t.shape, t.dtype, t.device) for t in tensors]:
-            copy_all(self._copies, tensors)
-        else:
-            self._copies = [tensor.detach().clone() for tensor in tensors]
-
-    def restore(self) -> None:
-        for buffers, name, buffer in self._places:
-            buffers[name] = buffer
-        copy_all(self._tensors(), self._copies)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [buffer for *_, buffer in self._places if buffer is not None]
-
-
-class ModelStateHandler(StateHandler):
-    """The handler of a module. Its tensors are parameters and buffers.
-
-    Its light part is the extra state of modules, which of them are in training mode, and which parameters are trained.
-    """
-
-    observed = True
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self._buffers = BufferCopies()
-        self._modules: list[torch.nn.Module] | None = None
-        plain = torch.nn.Module.get_extra_state
-        self._has_extra = any(type(module).get_extra_state is not plain for module in value.modules())
-
-    def save(self) -> None:
-        self._modules = None
-        super().save()
-        self._buffers.save(self.modules())
-
-    def restore(self) -> None:
-        self._modules = None
-        self._buffers.restore()
-        super().restore()
-
-    def _own(self) -> dict[str, Any]:
-        return dict(self.value.state_dict(keep_vars=True))
-
-    def layout(self) -> Layout:
-        return self.present()[0]
-
-    def present(self) -> tuple[Layout, list[torch.Tensor]]:
-        own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
-        layout = [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()]
-        return layout, list(own.values())
-
-    def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        own = self._own()
-        out = []
-        for key, shape, dtype, _ in layout:
-            tensor = own.get(key)
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                have = "no such tensor" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise UsageError(
-                    f"the model of this worker differs from the others': {key} is {shape} {dtype} there, and {have} "
-                    "here; build the same model on every worker"
-                )
-            out.append(tensor)
-        return out
-
-    def light(self) -> Any:
-        modes = [module.training for module in self.modules()], [param.requires_grad for param in self.parameters()]
-        if not self._has_extra:
-            return {}, modes
-        extra = {key: value for key, value in self._own().items() if not isinstance(value, torch.Tensor)}
-        return independent_copy(extra), modes
-
-    def set_light(self, light: Any) -> None:
-        extra, (training, trained) = light
-        if extra:
-            self.value.load_state_dict(extra, strict=False)
-        self._modules = None
-        modules, params = self.modules(), self.parameters()
-        if (len(modules), len(params)) != (len(training), len(trained)):
-            return  # the loop has changed the model's structure
-        for module, mode in zip(modules, training, strict=True):
-            module.training = mode
-        for param, flag in zip(params, trained, strict=True):
-            if param.requires_grad != flag:
-                param.requires_grad_(flag)
-
-    def modules(self, anew: bool = False) -> list[torch.nn.Module]:
-        """Return all modules. Each mark calls this, so the list is made at commits only, or if `anew` is True."""
-        if self._modules is None or anew:
-            self._modules = list(self.value.modules())
-        return self._modules
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters, one that several modules share several times."""
-        return [param for module in self.modules() for param in module._parameters.values() if param is not None]
-
-
-class OptimizerStateHandler(StateHandler):
-    """The handler of an optimizer. Its tensors are those of its state; options and other state are its light part."""
-
-    observed = True
-
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.value.param_groups for param in group["params"]]
-
-    def layout(self) -> Layout:
-        return self.present()[0]
-
-    def present(self) -> tuple[Layout, list[torch.Tensor]]:
-        layout, tensors = [], []
-        state = self.value.state
-        for index, param in enumerate(self._params()):
-            for name, value in state[param].items() if param in state else ():
-                if isinstance(value, torch.Tensor):
-                    layout.append(
-                        TensorSpec((index, name), tuple(value.shape), value.dtype, value.device != param.device)
-                    )
-                    tensors.append(value)
-        return layout, tensors
-
-    def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        params = self._params()
-        state = self.value.state
-        wanted: dict[int, dict[str, TensorSpec]] = {}
-        for piece in layout:
-            wanted.setdefault(piece.key[0], {})[piece.key[1]] = piece
-        if wanted and max(wanted) >= len(params):
-            raise UsageError(
-                f"the optimizer of this worker has {len(params)} parameters and another's has more; build the same "
-                "optimizer on every worker"
-            )
-        for index, param in enumerate(params):
-            self._shape(state, param, wanted.get(index, {}))
-        return [state[params[piece.key[0]]][piece.key[1]] for piece in layout]
-
-    def _shape(self, state: Any, param: torch.Tensor, wanted: Mapping[str, TensorSpec]) -> None:
-        own = state.get(param, {})
-        for name in [name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in wanted]:
-            del own[name]
-        if not wanted and not own:
-            state.pop(param, None)
-        for name, piece in wanted.items():
-            value = own.get(name)
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != piece.shape or value.dtype != piece.dtype:
-                device = torch.device("cpu") if piece.on_cpu else param.device
-                if piece.shape == tuple(param.shape):  # the parameter's memory layout, as optimizers make it
-                    fresh = torch.empty_like(param, dtype=piece.dtype, device=device, requires_grad=False)
-                else:
-                    fresh = torch.empty(piece.shape, dtype=piece.dtype, device=device)
-                state[param][name] = fresh.detach()
-
-    def light(self) -> Any:
-        groups = [
-            {key: independent_copy(value) for key, value in group.items() if key != "params"}
-            for group in self.value.param_groups
-        ]
-        state = self.value.state
-        plain = {
-            (index, name): independent_copy(value)
-            for index, param in enumerate(self._params())
-            if param in state
-            for name, value in state[param].items()
-            if not isinstance(value, torch.Tensor)
-        }
-        return groups, plain, independent_copy(self._common())
-
-    def set_light(self, light: Any) -> None:
-        groups, plain, common = light
-        own = self.value.param_groups
-        if len(own) != len(groups):
-            raise UsageError(
-                f"the optimizer of this worker has {len(own)} parameter groups and another's has {len(groups)}; build "
-                "the same optimizer on every worker"
-            )
-        for group, options in zip(own, groups, strict=True):
-            group.update(independent_copy(options))
-        params, state = self._params(), self.value.state
-        for index, param in enumerate(params):
-            if param in state:
-                have = state[param]
-                for name in [n for n, v in have.items() if not isinstance(v, torch.Tensor) and (index, n) not in plain]:
-                    del have[name]
-        for (index, name), value in plain.items():
-            state[params[index]][name] = independent_copy(value)
-        for key in self._common():
-            del state[key]
-        state.update(independent_copy(common))
-
-    def _common(self) -> dict[Any, Any]:
-        """Return the state that belongs to no parameter, such as a count of all steps under a string."""
-        return {key: value for key, value in self.value.state.items() if not isinstance(key, torch.Tensor)}
-
-
-class SamplerStateHandler(StateHandler):
-    """The handler of an `ElasticSampler`, which has a light part only."""
-
-    def light(self) -> Any:
-        return dict(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(dict(light))
-
-    def reset(self) -> None:
-        self.value.reset()
 
 
 Registry = list[tuple[Any, type[StateHandler]]]
@@ -286,6 +71,10 @@ def handler_for(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
+    if isinstance(value, torch.nn.Parameter) or (
+        isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    ):
+        return ParameterHandler(value)
     return None
 
 
@@ -329,12 +118,15 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._written: tuple[list[torch.Tensor], list[int]] = [], []
         """The parameters, and their counters of in-place changes, at the mark."""
         self._unused = 0
+        self._covered = False
+        """All tensors that the optimizers train are known to belong to values of the state."""
         self._compared_in: Callable[[], Any] = lambda: None
         """Returns the group in which the members' models were compared."""
         self._buffers: dict[str, BufferCopies] = {}
         """Copies of each model's buffers at the mark."""
 
     def attach(self, name: str) -> None:
+        self._covered = False
         handler = self._handlers.by_name[name]
         if isinstance(handler, OptimizerStateHandler):
             self._hook(name, handler.value)
@@ -354,6 +146,8 @@ class TorchOptimizerSteps(OptimizerSteps):
                     "so other workers would not know what it has learnt: give it to the state, as in "
                     "TorchState(model, optimizer)"
                 )
+        if not self._covered:
+            self._check_that_parameters_are_kept()
         if all(isinstance(each, DistributedOptimizerMixin) for each in kept):
             return
         group = process.group()
@@ -364,12 +158,28 @@ class TorchOptimizerSteps(OptimizerSteps):
         if begun.item():  # on all members alike
             self._compared_in = weakref.ref(group)
             models = self._handlers.of(ModelStateHandler)
+            bare = {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
             check_equal(
                 group,
-                {f"{of}.{name}": param for of, each in models.items() for name, param in each.value.named_parameters()},
+                {f"{of}.{name}": param for of, each in models.items() for name, param in each.value.named_parameters()}
+                | bare,
                 "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by "
                 "hand before each commit or check",
             )
+
+    def _check_that_parameters_are_kept(self) -> None:
+        kept = [p for handler in self._handlers.of(ModelStateHandler).values() for p in handler.value.parameters()]
+        kept += [handler.value for handler in self._handlers.of(ParameterHandler).values()]
+        known = {id(param) for param in kept}
+        for name, handler in self._handlers.of(OptimizerStateHandler).items():
+            for param in handler.params():
+                if id(param) not in known:
+                    raise UsageError(
+                        f"{name} of the state trains a tensor of shape {tuple(param.shape)} that belongs to no value "
+                        "of the state, so a newcomer would not have it: give its model, or the parameter itself, to "
+                        "the state as a keyword argument"
+                    )
+        self._covered = True
 
     def passes_begun(self) -> int:
         optimizers = self._distributed()
@@ -412,11 +222,17 @@ class TorchOptimizerSteps(OptimizerSteps):
         params: list[torch.Tensor] = [
             param for handler in self._handlers.of(ModelStateHandler).values() for param in handler.parameters()
         ]
+        params += [handler.value for handler in self._handlers.of(ParameterHandler).values()]
         return params, [0 if param.is_inference() else param._version for param in params]
 
     def _hook(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         for hook in self._hooks.pop(name, ()):
             hook.remove()
+        if "_optimizer_step_post_hooks" not in vars(optimizer):
+            raise UsageError(
+                f"{name} of the state is a {type(optimizer).__name__} that has not called the __init__ of "
+                "torch.optim.Optimizer, so its steps cannot be counted; call super().__init__(params, defaults) in it"
+            )
         self._counter.steps[name] = 0
         owner = weakref.ref(self)
 

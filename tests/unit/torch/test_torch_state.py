@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic import clock
 from spark_elastic.elastic.handlers import TensorSpec, digest
 from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
@@ -442,3 +444,51 @@ def test_a_single_element_may_have_any_stride():
     with WorldDriver(start_with=2) as driver:
         driver.start(bring_a_strided_element, count=2)
         assert driver.results(2) == [(0.0, [[0.0], [1.0]])] * 2
+
+
+@pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
+@pytest.mark.parametrize("name", ["progress", "commit", "_counter"])
+def test_a_value_with_a_name_that_the_state_uses_is_refused(kind, name):
+    with pytest.raises(UsageError, match=f"^{name} cannot be the name.*check_host_updates, commit"):
+        kind(**{name: 0})
+
+
+class Slow:
+    """Takes two seconds to copy."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __deepcopy__(self, memo):
+        self.now[0] += 2.0
+        return self
+
+
+@pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
+def test_a_value_that_takes_long_to_copy_is_named_once(alone, kind, monkeypatch, caplog):
+    now = [100.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    state = kind(step=0, table=Slow(now))
+    for _ in range(3):
+        state.commit()
+    said = [record.getMessage() for record in caplog.records if "to copy" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("table of the state, a Slow, takes 2.0 s to copy")
+
+
+def send_a_lock(kind):
+    hvd.init()
+    state = kind(step=0, guard=threading.Lock())
+    try:
+        hvd.elastic.run(lambda state: None)(state)
+    except UsageError as error:
+        return str(error)
+    return "received"
+
+
+@pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
+def test_a_value_that_cannot_be_sent_is_named(kind):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(send_a_lock, kind, count=2)
+        (answer,) = driver.results(1)  # the other one waits; its driver ends it when a function has raised
+    assert answer.startswith("guard cannot be kept by the state: a lock cannot be pickled")

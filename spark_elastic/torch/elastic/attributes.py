@@ -1,0 +1,151 @@
+"""Attributes of modules and optimizers beside parameters, buffers and options: counters, sizes of caches, metrics."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from spark_elastic.elastic.plain_values import independent_copy, is_atom
+
+OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""Attributes of all modules."""
+OF_OPTIMIZERS = frozenset(
+    [
+        *("defaults", "state", "param_groups", "step", "_inner", "_reducer"),
+        *("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+        *(
+            f"_optimizer_{of}_{when}_hooks"
+            for of in ("step", "state_dict", "load_state_dict")
+            for when in ("pre", "post")
+        ),
+    ]
+)
+"""Attributes of all optimizers, and of a `DistributedOptimizer`."""
+
+_MISSING = object()
+
+
+class ChangedAttributes:
+    """The plain attributes of some objects that differ from what they were when the state was made.
+
+    Attributes that never change, such as a rank or a size, stay as they are on each worker.
+
+    Args:
+        ignored: Names of attributes that are left out.
+    """
+
+    def __init__(self, ignored: frozenset[str]) -> None:
+        self._ignored = ignored
+        self._first: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def first(self, owner: Any) -> dict[str, Any]:
+        """Return the plain attributes that the object had when it was first seen."""
+        known = self._first.get(owner)
+        if known is None:
+            plain = {name: value for name, value in vars(owner).items() if name not in self._ignored}
+            known = self._first[owner] = {n: independent_copy(v) for n, v in plain.items() if is_plain(v)}
+        return known
+
+    def copies(self, owners: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+        """Return copies of the changed attributes, by the key of the object and the name."""
+        out = {}
+        for key, owner in owners.items():
+            first = self.first(owner)
+            for name, value in vars(owner).items():
+                before = first.get(name, _MISSING)
+                if before is value or name in self._ignored or not is_plain(value):
+                    continue
+                if type(before) is not type(value) or before != value:
+                    out[key, name] = independent_copy(value)
+        return out
+
+    def assign(self, owners: Mapping[str, Any], changed: Mapping[tuple[str, str], Any]) -> None:
+        """Set the attributes in `changed`, and all other plain ones to what they were at first."""
+        for key, own in self.copies(owners):
+            if (key, own) in changed:
+                continue
+            owner = owners[key]
+            first = self.first(owner)
+            if own in first:
+                vars(owner)[own] = independent_copy(first[own])
+            else:
+                del vars(owner)[own]
+        for (key, name), value in changed.items():
+            if key in owners:
+                vars(owners[key])[name] = independent_copy(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Return True for numbers, strings and None, and for lists, tuples, sets and dictionaries of them."""
+    if is_atom(value):
+        return True
+    kind = type(value)
+    if kind is list or kind is tuple or kind is set:
+        return all(map(is_plain, value))
+    if kind is dict:
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    return isinstance(value, np.generic)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor] | None:
+    """Return the tensors in nested containers; None if these hold anything else that is not plain."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if is_plain(value):
+        return []
+    if isinstance(value, dict):
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, deque)) or type(value) is tuple:
+        items = list(value)
+    else:
+        return None
+    found: list[torch.Tensor] = []
+    for item in items:
+        inner = tensors_in(item)
+        if inner is None:
+            return None
+        found += inner
+    return found
+
+
+def put(own: Any, value: Any, device: torch.device) -> Any:
+    """Copy `value`, nested containers of tensors, into `own` where that fits, and return what has the values now.
+
+    Args:
+        own: The present value.
+        value: The new value.
+        device: Where tensors of a GPU are put that have no counterpart in `own`.
+    """
+    if isinstance(value, torch.Tensor):
+        if isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                own.copy_(value)
+            return own
+        fresh = value.detach().clone()
+        return fresh if fresh.device.type == "cpu" else fresh.to(device)
+    if isinstance(value, dict) and type(own) is type(value):
+        items = {key: put(own.get(key), item, device) for key, item in value.items()}
+        own.clear()
+        own.update(items)
+        return own
+    if isinstance(value, (list, deque)) and type(own) is type(value):
+        padded = [*own, *[None] * len(value)]
+        moved = [put(old, item, device) for old, item in zip(padded, value, strict=False)]
+        own.clear()
+        own.extend(moved)
+        return own
+    if type(value) is tuple:
+        olds = own if type(own) is tuple and len(own) == len(value) else [None] * len(value)
+        return tuple(put(old, item, device) for old, item in zip(olds, value, strict=True))
+    return independent_copy(value)
+
+
+def metric_states(module: torch.nn.Module) -> list[str]:
+    """Return the names of the states of a metric of torchmetrics, which are no buffers; [] for other modules."""
+    names = vars(module).get("_defaults")
+    return list(names) if isinstance(names, dict) and hasattr(type(module), "add_state") else []
