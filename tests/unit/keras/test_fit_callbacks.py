@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
@@ -324,6 +325,26 @@ def test_a_rate_that_an_epoch_begins_with_decays_once_an_epoch(alone, how, at, w
     plain = small().fit(*data(), batch_size=BATCH, shuffle=False, epochs=4, verbose=0, callbacks=callbacks(None))
     elastic = trained_with(callbacks, how, at)
     assert elastic.history["learning_rate"] == pytest.approx(plain.history["learning_rate"], rel=1e-5)
+
+
+class AddsToLogs(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs["rate"] = self.model.optimizer.learning_rate
+        logs["number"] = keras.ops.convert_to_tensor(float(epoch))
+        logs["vector"] = keras.ops.convert_to_tensor([float(epoch), 1.0])
+        logs["object"] = slice(epoch)
+
+
+@pytest.mark.parametrize(("how", "at"), [("loss", "batch"), ("change", "epoch")])
+def test_the_history_keeps_tensors_and_objects_of_the_logs(alone, how, at):
+    history = trained_with(lambda model: [AddsToLogs()], how, at).history
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
+        ("accuracy", "loss", "rate", "number", "vector", "object"), 4
+    )
+    assert [float(rate) for rate in history["rate"]] == pytest.approx([0.1] * 4)
+    assert [float(number) for number in history["number"]] == [0.0, 1.0, 2.0, 3.0]
+    assert [np.asarray(vector).tolist() for vector in history["vector"]] == [[epoch, 1.0] for epoch in range(4)]
+    assert [str(each) for each in history["object"]] == [str(slice(epoch)) for epoch in range(4)]
 
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])
