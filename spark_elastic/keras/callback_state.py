@@ -109,7 +109,8 @@ def plain_values(callback: Any) -> dict[str, Any]:
         try:
             values[name] = _copied(value)
         except NotPlain:
-            continue
+            if name == "history" and isinstance(callback, keras.callbacks.History):
+                values[name] = keras.tree.map_structure(_recorded, value)
     return values
 
 
@@ -135,6 +136,17 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {_copied(key): _copied(one) for key, one in value.items()}
     raise NotPlain
+
+
+def _recorded(value: Any) -> Any:
+    """Return a value of a History: tensors and variables as numbers or arrays, other objects as text."""
+    if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        array = keras.ops.convert_to_numpy(value)
+        return array if array.ndim else array.item()
+    try:
+        return _copied(value)
+    except NotPlain:
+        return str(value)
 
 
 # --- where an epoch resumes -----------------------------------------------------------------------

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -23,6 +23,7 @@ from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
 from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, refuse, set_resume_point
+from spark_elastic.keras.elastic.handlers import learning_rate_of
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -42,6 +43,14 @@ _BATCH_EVENTS = (
 Values = dict[str, Any]
 
 
+class EpochBegin(NamedTuple):
+    """The state's number of an epoch, and the learning rates before and after `on_epoch_begin` of all callbacks."""
+
+    epoch: int
+    before: float
+    after: float
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """The values that each callback has changed, and whether a `fit` has begun an epoch and ended. Immutable."""
@@ -51,6 +60,8 @@ class Snapshot:
     stopped_at: int | None = None
     """The state's epoch when the call returned, if a callback has stopped the training."""
     values: Mapping[str, Values] = field(default_factory=dict)
+    epoch_begin: EpochBegin | None = None
+    """The epoch that has begun last; None if it is not known, or the learning rate follows a schedule."""
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
@@ -87,11 +98,12 @@ class FitCallbacks:
         self._resuming = False
         """The loop's function was called again, and no epoch has begun since."""
         self._events = 0
+        self._epoch_begin: EpochBegin | None = None
 
     # --- called by a state ------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
-        return Snapshot(True, values=self._values()) if self._begun else self._kept
+        return self._snapshot() if self._begun else self._kept
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
@@ -102,7 +114,8 @@ class FitCallbacks:
                     kept.setdefault(key, {}).setdefault(name, watched.at_begin[name])
         for key, values in kept.items():
             self._changing.setdefault(key, set()).update(values)
-        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, kept)
+        self._kept = replace(snapshot, values=kept)
+        self._epoch_begin = snapshot.epoch_begin
         if self._begun:
             self._put()
         elif snapshot.begun:
@@ -111,7 +124,7 @@ class FitCallbacks:
     def left(self) -> None:
         """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
         if self._begun:
-            self._kept = Snapshot(True, values=self._values())
+            self._kept = self._snapshot()
         self._begun = False
         self._resuming = self._kept.begun
 
@@ -158,9 +171,22 @@ class FitCallbacks:
             if self._resuming and not self._kept.ended:
                 self._put()
             else:
-                self._kept, self._changing = Snapshot(), {}
+                self._kept, self._changing, self._epoch_begin = Snapshot(), {}, None
             self._resuming = False
+        epoch, rate = self._epoch(), learning_rate_of(getattr(callbacks.model, "optimizer", None))
+        if epoch is None or rate is None:
+            self._event(callbacks, plain, *args, **logs)
+            return
+        # An epoch that is entered again begins with the rate it has begun with, or a callback that multiplies the rate
+        # would do so once more. If it then has the same rate as before, changes within the epoch are kept.
+        now, earlier = float(rate.numpy()), self._epoch_begin
+        again = earlier is not None and earlier.epoch == epoch
+        begin = EpochBegin(epoch, earlier.before if earlier is not None and again else now, 0.0)
+        rate.assign(begin.before)
         self._event(callbacks, plain, *args, **logs)
+        self._epoch_begin = begin._replace(after=float(rate.numpy()))
+        if again and self._epoch_begin == earlier:
+            rate.assign(now)
 
     def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         plain(*args, **logs)
@@ -186,6 +212,9 @@ class FitCallbacks:
         self.detached()
 
     # --- values -------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(True, values=self._values(), epoch_begin=self._epoch_begin)
 
     def _values(self) -> dict[str, Values]:
         """Return copies of the values that each callback has changed."""

@@ -164,16 +164,12 @@ class OptimizerHandler(VariablesHandler):
 
     def light(self) -> float | None:
         """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
-        return None if (rate := self._rate()) is None else float(rate.numpy())
+        return None if (rate := learning_rate_of(self.value)) is None else float(rate.numpy())
 
     def set_light(self, light: float | None) -> None:
-        rate = self._rate()
+        rate = learning_rate_of(self.value)
         if light is not None and rate is not None and light != self.light():
             rate.assign(light)
-
-    def _rate(self) -> Any:
-        rate = getattr(getattr(self.value, "inner_optimizer", self.value), "_learning_rate", None)
-        return rate if isinstance(rate, keras.Variable) else None
 
     def metadata(self) -> list[tuple[str, int]] | None:
         """Return for which variables it was built: the name of the model in the state, and the index in that model."""
@@ -200,6 +196,12 @@ class OptimizerHandler(VariablesHandler):
             models = {name: model.variables for name, model in self._models().items()}
             self.value.build([models[model][number] for model, number in metadata])
         super().prepare(layout, metadata)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """Return the variable of an optimizer's learning rate; None if it follows a schedule."""
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
 
 
 class KerasStateDictHandler(StateDictHandler):

@@ -86,7 +86,7 @@ class KerasSteps(OptimizerSteps):
         super().__init__(handlers, counter)
         self._state: Any = handlers.owner
         self.fit = FitSession(self._state)
-        self.snapshots = SnapshottedSteps(handlers, self.fit)
+        self.snapshots = SnapshottedSteps(handlers, self.fit, self._built)
         self._polled: dict[str, int] = {}
         """The step count of each optimizer when it was last read."""
         self._copies: tuple[list[Any], list[Any]] | None = None
@@ -167,6 +167,17 @@ class KerasSteps(OptimizerSteps):
                 return "model.fit has ended since the last mark"
             backend.restore_values(*self._copies)
         return changed
+
+    def _built(self) -> None:
+        """Add the variables that were created since the last commit and mark to these, with their initial values."""
+        for handler in self._handlers.of(VariablesHandler).values():
+            handler.save_new()
+        if self._copies is not None:
+            variables, copies = self._copies
+            known = set(map(id, variables))
+            new = [each for each in self.snapshots.untrained() if id(each) not in known and backend.has_value(each)]
+            with backend.outside_of_graphs():
+                self._copies = variables + new, copies + backend.copy_values(new)
 
     def _accumulating(self) -> list[Any]:
         return [steps for steps in self.snapshots.reducing() if steps.passes > 1]

@@ -92,24 +92,30 @@ class StepSnapshot:
 
 
 class SnapshottedSteps:
-    """Makes the steps of `fit` take snapshots, and those of all loops count only once their gradients are there."""
+    """Makes the steps of `fit` take snapshots, and those of all loops count only once their gradients are there.
 
-    def __init__(self, handlers: Handlers, session: FitSession) -> None:
+    `built` is called when a step has built a model or an optimizer.
+    """
+
+    def __init__(self, handlers: Handlers, session: FitSession, built: Callable[[], None]) -> None:
         self.wrapped = False
         self._handlers = handlers
         self._session = session
+        self._built = built
         self.snapshot = StepSnapshot(self.untrained, self._applied)
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self) -> None:
         self.wrapped = True
         for handler in self._handlers.of(ModelHandler).values():
+            if not handler.built():
+                self._undo.append(wrap_build(handler.value, self._built))
             if hasattr(handler.value, "train_step"):
                 self._undo.append(
                     wrap_train_step(handler.value, self.snapshot.prepare, self._around_step, self._session)
                 )
         for optimizer in self._optimizers():
-            self._undo.append(wrap_apply(optimizer, self._save_new))
+            self._undo.append(wrap_apply(optimizer, self._built))
 
     def unwrap(self) -> None:
         for undo in self._undo:
@@ -153,10 +159,30 @@ class SnapshottedSteps:
         counts = [handler.steps_applied() for handler in self._handlers.of(OptimizerHandler).values()]
         return sum(counts[1:], start=counts[0]) if counts else 0
 
-    def _save_new(self) -> None:
-        """Add the variables that were created since the last commit to it; they still have their initial values."""
-        for handler in self._handlers.of(VariablesHandler).values():
-            handler.save_new()
+
+def wrap_build(model: Any, built: Callable[[], None]) -> Callable[[], None]:
+    """Replace `build` of a model by one that gives variables their values at once, also in a graph, and calls `built`.
+
+    The forward pass that builds a model also updates its running means, which a failed step has to return to their
+    initial values.
+
+    Returns: a function that restores `build`.
+    """
+    plain = model.build
+
+    @functools.wraps(plain)
+    def build(*args: Any, **kwargs: Any) -> None:
+        with backend.outside_of_graphs():
+            plain(*args, **kwargs)
+        built()
+
+    object.__setattr__(model, "build", build)
+
+    def undo() -> None:
+        if model.__dict__.get("build") is build:
+            object.__setattr__(model, "build", plain)
+
+    return undo
 
 
 def wrap_apply(optimizer: Any, built: Callable[[], None]) -> Callable[[], None]:

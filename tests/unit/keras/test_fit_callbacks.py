@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
@@ -129,6 +130,10 @@ def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, wh
     assert list(dict.fromkeys(row[0] for row in written)) == ["epoch", *map(str, range(PATIENCE + 1))]
 
 
+def decays():
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+
+
 def grow(unbuilt):
     hvd.init()
     model, state, dataset = ready(compiled(Plain(), hvd.DistributedOptimizer("adam")) if unbuilt else small())
@@ -148,12 +153,13 @@ def grow(unbuilt):
 
     @hvd.elastic.run
     def loop(state):
-        callbacks = [Flat(), Tells(), stopping, ElasticCallback(state)]
+        callbacks = [Flat(), Tells(), stopping, decays(), ElasticCallback(state)]
         return model.fit(dataset, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=callbacks)
 
     history = loop(state)
     return {
         "numbers": numbers(model, model.optimizer),
+        "rates": history.history["learning_rate"],
         "progress": state.progress,
         "first": first,
         "stopped": stopping.stopped_epoch,
@@ -178,6 +184,8 @@ def test_a_newcomer_that_joins_during_an_epoch_gets_all_of_the_others(unbuilt):
     for result in results:
         assert result["stopped"] == result["wait"] == 12
         assert result["history"] == list(range(13))
+        start = 0.001 if unbuilt else 0.1
+        assert result["rates"] == pytest.approx([start * 0.9 ** (epoch + 1) for epoch in range(13)])
         for name in ("best", "numbers", "progress"):
             assert result[name] == results[0][name]
 
@@ -259,6 +267,84 @@ def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
     assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
     assert losses.epochs == list(range(5))
     assert losses.batches == 5 * BATCHES
+
+
+class LeavesOnce(keras.callbacks.Callback):
+    """Has the loop be left once in the second epoch: by a loss or for the next world, within it or at its end."""
+
+    def __init__(self, state, how, at):
+        super().__init__()
+        self.state, self.at = state, at
+        self.to_come = iter([how])  # an iterator is not restored after a loss
+
+    def leave(self, at):
+        if self.at == at and self.state.epoch == 1:
+            how = next(self.to_come, None)
+            if how == "loss":
+                raise HorovodInternalError("a collective of this callback's own")
+            if how == "change":
+                leaves(self.state)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.state.batch == 4:
+            self.leave("batch")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.leave("epoch")
+
+
+def trained_with(callbacks, how, at, epochs=4):
+    """Return the History of a `fit` with callbacks that are made anew in each call of the loop, which is left once."""
+    model, state, dataset = ready()
+    once = LeavesOnce(state, how, at)
+
+    @hvd.elastic.run
+    def loop(state):
+        own = [once, ElasticCallback(state), *callbacks(model)]
+        return model.fit(dataset, initial_epoch=state.epoch, epochs=epochs, verbose=0, callbacks=own)
+
+    history = loop(state)
+    assert next(once.to_come, None) is None
+    return history
+
+
+LEFT = [("loss", "batch"), ("loss", "epoch"), ("change", "batch"), ("change", "epoch")]
+
+
+class ShrinksEachBatch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate *= 0.99
+
+
+@pytest.mark.parametrize("within_epochs", [False, True])
+@pytest.mark.parametrize(("how", "at"), LEFT)
+def test_a_rate_that_an_epoch_begins_with_decays_once_an_epoch(alone, how, at, within_epochs):
+    def callbacks(model):
+        return [decays(), ShrinksEachBatch()] if within_epochs else [decays()]
+
+    plain = small().fit(*data(), batch_size=BATCH, shuffle=False, epochs=4, verbose=0, callbacks=callbacks(None))
+    elastic = trained_with(callbacks, how, at)
+    assert elastic.history["learning_rate"] == pytest.approx(plain.history["learning_rate"], rel=1e-5)
+
+
+class AddsToLogs(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs["rate"] = self.model.optimizer.learning_rate
+        logs["number"] = keras.ops.convert_to_tensor(float(epoch))
+        logs["vector"] = keras.ops.convert_to_tensor([float(epoch), 1.0])
+        logs["object"] = slice(epoch)
+
+
+@pytest.mark.parametrize(("how", "at"), [("loss", "batch"), ("change", "epoch")])
+def test_the_history_keeps_tensors_and_objects_of_the_logs(alone, how, at):
+    history = trained_with(lambda model: [AddsToLogs()], how, at).history
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
+        ("accuracy", "loss", "rate", "number", "vector", "object"), 4
+    )
+    assert [float(rate) for rate in history["rate"]] == pytest.approx([0.1] * 4)
+    assert [float(number) for number in history["number"]] == [0.0, 1.0, 2.0, 3.0]
+    assert [np.asarray(vector).tolist() for vector in history["vector"]] == [[epoch, 1.0] for epoch in range(4)]
+    assert [str(each) for each in history["object"]] == [str(slice(epoch)) for epoch in range(4)]
 
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])

@@ -432,3 +432,56 @@ def test_variables_that_no_optimizer_trains_return_to_the_commit():
 
 def test_changes_after_the_step_survive_a_check():
     assert together(changes_running_values, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2
+
+
+def with_running_means(reduces, graph, distributed):
+    """Return a model that its first step builds, an optimizer, and a step on the batch of a number."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(CLASSES)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.1)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        if reduces:
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(step) if graph else step
+    return model, optimizer, lambda number: step(*map(tf.constant, rows(8, seed=100 * number)))
+
+
+def loses_two_in_a_row(how, graph):
+    """All members train the same rows. Worker 3 dies before the first step, and worker 2 when that is done again."""
+    hvd.init()
+    model, optimizer, step = with_running_means(how == "tape", graph, how == "optimizer")
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(state.step)
+        while state.step < STEPS:
+            if link().worker == 4 - len(entered) and state.step == 0 and link().worker > 1:
+                die()
+            step(state.step)
+            state.step += 1
+            state.check_host_updates()
+        return [v.numpy().tolist() for v in model.variables], entered
+
+    return loop(state)
+
+
+@pytest.mark.parametrize(("how", "graph"), [("optimizer", False), ("tape", True)])
+def test_a_step_that_builds_the_model_and_fails_twice_leaves_no_running_means(how, graph):
+    ((variables, entered),) = together(loses_two_in_a_row, how, graph, count=3, left=1)
+    assert entered == [0, 0, 0]
+    plain, _, step = with_running_means(False, False, False)
+    for number in range(STEPS):
+        step(number)
+    for own, wanted in zip(variables, plain.variables, strict=True):
+        assert tf.reshape(own, [-1]).numpy().tolist() == pytest.approx(tf.reshape(wanted.value, [-1]).numpy(), abs=1e-4)
