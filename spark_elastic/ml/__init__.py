@@ -2,6 +2,6 @@
 
 Start with `estimator.ElasticEstimator`, whose `fit` is five steps. `torch.estimator` and `keras.estimator` hold the
 public classes, `callbacks` the public callbacks. `shared_params` declares the settings; `training` runs in the workers;
-`model` and `serving` are `transform`; `run_folder`, `run_lease` and `checkpoints` make a training resumable;
+`model` and `serving` are `transform`; `run_folder` makes a training resumable, with what is in `runs`;
 `persistence` saves and loads.
 """

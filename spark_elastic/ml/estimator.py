@@ -46,7 +46,6 @@ from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import Tensors
 from spark_elastic.ml.run_folder import RunFolders, TrainedRun, check_room, leased_if_possible
-from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -63,6 +62,7 @@ from spark_elastic.redaction import redacted
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
+from spark_elastic.runs.lease import lease_of
 from spark_elastic.trackers import autologging
 from spark_elastic.wire.pickling import dumps
 

@@ -6,12 +6,15 @@ of one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.membership.topology import StateVersion, WorkerId, World
 from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
+
+log = logging.getLogger("spark_elastic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class WorkerLink(Protocol):
         ...
 
 
+MAX_NOTICE = 1000
+"""Characters of a notice that are sent to the driver."""
 _link: WorkerLink | None = None
 
 
@@ -201,3 +206,10 @@ def install(link: WorkerLink | None) -> None:
 def current() -> WorkerLink | None:
     """Return the link of this process; None outside of a job."""
     return _link
+
+
+def notify(text: str) -> None:
+    """Log a warning here, and have the driver show it as a line and record it as an event of the job."""
+    log.warning("%s", text)
+    if _link is not None:
+        _link.show(Notice(text[:MAX_NOTICE]))

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.ml import run_lease
 from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.runs import lease as run_lease
 
 EPOCHS = 1_000_000
 

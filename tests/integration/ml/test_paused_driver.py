@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
-from spark_elastic.ml.run_lease import BEAT_S, LEASE_S
+from spark_elastic.runs.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
+from spark_elastic.runs.lease import BEAT_S, LEASE_S
 from tests.integration.processes import children, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]

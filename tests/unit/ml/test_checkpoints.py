@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spark_elastic.data.manifest import seal
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
-from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
+from spark_elastic.runs.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
 
 
 def contents(number: int, best: tuple[str, ...] = ()) -> Contents:
