@@ -149,6 +149,7 @@ class ElasticDriver:
         make_launcher: Makes the launcher, from the `on_ended` that it has to call.
         listening: The bound socket for agents and workers.
         observer: Receives the job's epochs and changes.
+        resumable: Returns what a later job can resume, to append to the error that ends this one.
     """
 
     def __init__(
@@ -164,11 +165,13 @@ class ElasticDriver:
         progress: ProgressModel | None = None,
         status: StatusModel | None = None,
         observer: JobObserver | None = None,
+        resumable: Callable[[], str] | None = None,
     ) -> None:
         self._settings = settings
         self._launcher = make_launcher(self._on_launch_ended)
         self._listening = listening
         self._sources = sources
+        self._resumable = resumable
         self._machine = Membership(settings)
 
         on_change = None if observer is None else observer.membership_changed
@@ -434,6 +437,8 @@ class ElasticDriver:
         if self._failure is None and not self._ended.is_set():
             self._failure = error
             cancelled = isinstance(error, JobCancelledError)
+            if self._resumable is not None and not isinstance(error, (UserFunctionError, JobCancelledError)):
+                error.message += self._resumable()
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
 

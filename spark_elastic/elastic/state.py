@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
+from spark_elastic.elastic.plain_values import PlainAttributes, check_same_names, independent_copy
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -78,6 +78,8 @@ class State:
         """Commit without the check for updated hosts; does nothing in the middle of a step."""
         if self._may_mark():
             self._commit()
+            if self._frontend.checkpoints is not None and self._counter.in_loop:
+                self._frontend.checkpoints.write(self, self._frontend.rank())
 
     def mark_here(self) -> None:
         """Mark the present state without the check for updated hosts; does nothing in the middle of a step."""
@@ -229,6 +231,28 @@ class State:
         self._counter.version = kept._counter.version
         self.save()
 
+    # --- called for checkpoints -----------------------------------------------------------------
+
+    def _values(self) -> dict[str, Any]:
+        """Return all values as tensors and plain values; the tensors, under another key, are the state's own.
+
+        Raises:
+            UsageError: The values are not known.
+        """
+        raise UsageError(
+            f"a {type(self).__qualname__} has a save and restore of its own, so its values cannot be written to a "
+            "checkpoint; keep them in a TorchState, KerasState, TensorFlowState or ObjectState, or leave out "
+            "checkpoint_dir"
+        )
+
+    def _set_values(self, values: Any) -> None:
+        """Set what `_values` has returned.
+
+        Raises:
+            ValueError: The values are those of a state with other values.
+        """
+        raise NotImplementedError
+
     def _broadcast(self, value: Any, root_rank: int | None = None) -> Any:
         return self._frontend.broadcast_object(value, self._root if root_rank is None else root_rank)
 
@@ -280,6 +304,15 @@ class ObjectState(State):
 
     def _sync_failed(self) -> None:
         """Do nothing: values are set only after all of them have arrived."""
+
+    def _values(self) -> dict[str, Any]:
+        if type(self).save is not ObjectState.save:
+            return super()._values()
+        return {"light": self._plain.copies()}
+
+    def _set_values(self, values: Any) -> None:
+        check_same_names(self._plain.names, values["light"])
+        self._plain.assign(values["light"])
 
 
 class ElasticState(State):
@@ -440,6 +473,15 @@ class ElasticState(State):
         self._steps.count(replaced=True)
         self._counter.version = kept._counter.version
         self.save()
+
+    def _values(self) -> dict[str, Any]:
+        if type(self).save is not ElasticState.save:
+            return super()._values()
+        return self._handlers.values()
+
+    def _set_values(self, values: Any) -> None:
+        self._handlers.set_values(values)
+        self._steps.count(replaced=True)
 
     # --- marks ----------------------------------------------------------------------------------
 

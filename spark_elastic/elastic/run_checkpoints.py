@@ -1,0 +1,171 @@
+"""Durable checkpoints of elastic loops: rank 0 writes commits in the background; a later job resumes from them.
+
+`jobs.run_folder` opens the run's folder on the driver and sends a `RunCheckpoints` to the workers with their function.
+Each loop of the function has checkpoints of its own, see `folder_of`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic import clock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, UsageError
+from spark_elastic.runs.checkpoints import (
+    CHECKPOINTS,
+    CheckpointFacts,
+    Checkpoints,
+    CheckpointWriter,
+    Contents,
+    name_of,
+)
+from spark_elastic.runs.lease import Fence
+from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
+from spark_elastic.wire.worker_link import notify
+
+if TYPE_CHECKING:
+    from spark_elastic.elastic.state import State
+
+log = logging.getLogger("spark_elastic.elastic.checkpoints")
+
+COMMIT_INTERVAL_S = 10.0
+"""Shortest time between two commits that are written; the end of a loop is written in any case."""
+KEEP = 3
+"""The number of the newest checkpoints of a loop that are kept."""
+END_TIMEOUT_S = 60.0
+"""How long the end of a loop waits until its state is written."""
+_STATE = "state.pt"
+_MARKS = 1000
+"""Of the commits between two steps, the most that are told apart by the names of their checkpoints."""
+
+
+def folder_of(run: Store, loop: int) -> Store:
+    """Return the folder of the checkpoints of an elastic loop of the function, which are numbered from 1."""
+    return run.sub(CHECKPOINTS if loop == 1 else f"{CHECKPOINTS}-{loop}")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a loop resumes from: its name, and the steps of the run until then."""
+
+    name: str
+    step: int
+
+
+class RunCheckpoints:
+    """The checkpoints of a run, in a worker. Pickled on the driver.
+
+    Args:
+        run: The run's folder.
+        run_id: Its name.
+        fence: Lets rank 0 check that its driver still holds the run.
+        resume: The checkpoint that each loop resumes from, by the loop's number.
+        interval_s: Shortest time between two commits that are written.
+    """
+
+    def __init__(
+        self,
+        run: Store,
+        run_id: str,
+        fence: Fence,
+        resume: Mapping[int, ResumePoint],
+        interval_s: float = COMMIT_INTERVAL_S,
+    ) -> None:
+        self.interval_s = interval_s
+        self._run = run
+        self._run_id = run_id
+        self._fence = fence
+        self._resume = resume
+        self._loop = 0
+        self._writer: CheckpointWriter | None = None
+        self._next_at = 0.0
+
+    def begin(self, state: State) -> None:
+        """Begin a loop.
+
+        Raises:
+            UsageError: The state cannot be written; names what cannot.
+        """
+        try:
+            detached(self._taken(state)["light"], "state", copy=False)
+        except CheckpointError as error:
+            error.message += "; keep it as those, or in an object whose state_dict returns those"
+            raise
+        if self._writer is None or self._loop != state._loop:
+            self._loop, self._next_at = state._loop, clock.monotonic()
+            checkpoints = Checkpoints(folder_of(self._run, self._loop), self._fence)
+            self._writer = CheckpointWriter(checkpoints, KEEP, notify, patience_s=0.0)
+
+    def load(self, state: State, is_root: bool) -> bool:
+        """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
+
+        Returns:
+            True, on every member alike, if there is a checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another state.
+        """
+        point = self._resume.get(state._loop)
+        if point is None:
+            return False
+        if is_root:
+            folder = folder_of(self._run, state._loop)
+            try:
+                state._set_values(from_bytes(Checkpoints(folder).load(point.name).files[_STATE]))
+            except (KeyError, ValueError, RuntimeError, TypeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(
+                    f"checkpoint {point.name} in {folder} is of another state: {error}; build the state as it was "
+                    "when it was written, or choose another run_id"
+                ) from error
+            log.info("resuming from step %d of the run %s in %s", point.step, self._run_id, folder)
+        return True
+
+    def write(self, state: State, rank: int, *, end: bool = False) -> None:
+        """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
+
+        Raises:
+            RunTakenError: Another driver has taken over the run.
+        """
+        writer, version = self._writer, state.version
+        if rank != 0 or writer is None or version is None:
+            return
+        if writer.fenced is not None:
+            raise writer.fenced
+        writer.watch()
+        now = clock.monotonic()
+        if now < self._next_at and not end:
+            return
+        self._next_at = now + self.interval_s
+        point, token = self._resume.get(state._loop), self._fence.token
+        step = version.steps + (0 if point is None else point.step)
+        name = name_of(version.steps * _MARKS + min(version.marks, _MARKS - 1), token)
+        facts = CheckpointFacts(name, step, 0, 0, (), token)
+        try:
+            values = detached(self._taken(state), "state")
+        except CheckpointError as error:  # a value has changed its type; the writer says so, and training continues
+            values = error
+
+        def contents() -> Contents:
+            if isinstance(values, CheckpointError):
+                raise values
+            return Contents(facts, {"run_id": self._run_id}, {_STATE: to_bytes(values)})
+
+        writer.submit(contents, step)
+        if end:
+            try:
+                writer.drain(END_TIMEOUT_S)
+            except CheckpointError as error:  # the function has what it came for
+                notify(f"the end of the loop is not among the checkpoints: {error}")
+            writer.close()
+            self._writer = None
+
+    def _taken(self, state: State) -> dict[str, Any]:
+        try:
+            return state._values()
+        except UsageError as error:
+            raise UsageError(f"checkpoint_dir: {error}") from None
