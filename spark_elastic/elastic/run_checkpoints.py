@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
 from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, UsageError
@@ -38,6 +42,8 @@ KEEP = 3
 END_TIMEOUT_S = 60.0
 """How long the end of a loop waits until its state is written."""
 _STATE = "state.pt"
+_ARRAY = "numpy.ndarray"
+"""The key of an array of NumPy, which is written as a tensor."""
 _MARKS = 1000
 """Of the commits between two steps, the most that are told apart by the names of their checkpoints."""
 
@@ -90,7 +96,7 @@ class RunCheckpoints:
             UsageError: The state cannot be written; names what cannot.
         """
         try:
-            detached(self._taken(state)["light"], "state", copy=False)
+            detached(values_of(state)["light"], "state", copy=False)
         except CheckpointError as error:
             error.message += "; keep it as those, or in an object whose state_dict returns those"
             raise
@@ -114,7 +120,8 @@ class RunCheckpoints:
         if is_root:
             folder = folder_of(self._run, state._loop)
             try:
-                state._set_values(from_bytes(Checkpoints(folder).load(point.name).files[_STATE]))
+                values = from_bytes(Checkpoints(folder).load(point.name).files[_STATE])
+                state._set_values(restored(values))
             except (KeyError, ValueError, RuntimeError, TypeError) as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -146,7 +153,7 @@ class RunCheckpoints:
         name = name_of(version.steps * _MARKS + min(version.marks, _MARKS - 1), token)
         facts = CheckpointFacts(name, step, 0, 0, (), token)
         try:
-            values = detached(self._taken(state), "state")
+            values = detached(values_of(state), "state")
         except CheckpointError as error:  # a value has changed its type; the writer says so, and training continues
             values = error
 
@@ -164,8 +171,29 @@ class RunCheckpoints:
             writer.close()
             self._writer = None
 
-    def _taken(self, state: State) -> dict[str, Any]:
-        try:
-            return state._values()
-        except UsageError as error:
-            raise UsageError(f"checkpoint_dir: {error}") from None
+
+def values_of(state: State) -> dict[str, Any]:
+    """Return the values of a state, with tensors in place of arrays of NumPy; raise UsageError as `State._values`."""
+    try:
+        values: dict[str, Any] = tree_map(_as_tensor, state._values())
+        return values
+    except UsageError as error:
+        raise UsageError(f"checkpoint_dir: {error}") from None
+
+
+def restored(values: Any) -> Any:
+    """Return what `values_of` was given, from what it has returned."""
+    return tree_map(_as_array, values, is_leaf=_is_array)
+
+
+def _as_tensor(value: Any) -> Any:
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return {_ARRAY: torch.from_numpy(value.copy())} if is_array else value
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_ARRAY}
+
+
+def _as_array(value: Any) -> Any:
+    return value[_ARRAY].numpy() if _is_array(value) else value

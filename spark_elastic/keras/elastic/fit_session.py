@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -41,8 +40,7 @@ _BATCH_EVENTS = (
 Values = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The values of all callbacks at some moment, as far as callbacks have changed them. Immutable, so not copied.
 
     Attributes:
@@ -55,7 +53,7 @@ class Snapshot:
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
-    values: Mapping[str, Values] = field(default_factory=dict)
+    values: Mapping[str, Values] = {}  # never changed
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
@@ -104,6 +102,7 @@ class FitCallbacks:
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
+        snapshot = Snapshot(*snapshot)  # a plain tuple, if it is from a checkpoint
         kept = {key: dict(values) for key, values in snapshot.values.items()}
         for key, watched in self._watched.items():
             for name in self._changing.get(key, ()):

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
 from spark_elastic.elastic.loop import elastic_loop
-from spark_elastic.elastic.run_checkpoints import ResumePoint, RunCheckpoints, folder_of
+from spark_elastic.elastic.run_checkpoints import ResumePoint, RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
 from spark_elastic.runs.checkpoints import Checkpoints
 from spark_elastic.runs.lease import held_run
@@ -40,15 +41,18 @@ def test_a_state_takes_all_values_of_another_from_a_file(alone: Any) -> None:
     state, *parts = built(n=1, seen=[1, (2.0, "two")], best=None)
     for _ in range(3):
         step(*parts)
-    state.n, state.seen, state.sampler.epoch = 3, [1, {"three": b"3"}], 2
+    rows = np.arange(6, dtype=np.int32).reshape(2, 3)
+    state.n, state.seen, state.best, state.sampler.epoch = 3, [1, {"three": b"3"}], [rows], 2
     state.sampler.record_batch(0, 2)
-    file = to_bytes(detached(state._values(), "state"))
+    file = to_bytes(detached(values_of(state), "state"))
     other, *other_parts = built(n=0, seen=[], best=0.5)
-    other._set_values(from_bytes(file))
+    other._set_values(restored(from_bytes(file)))
     for _ in range(2):
         step(*parts)
         step(*other_parts)
-    assert (other.n, other.seen, other.best) == (3, [1, {"three": b"3"}], None)
+    assert (other.n, other.seen) == (3, [1, {"three": b"3"}])
+    assert other.best[0].dtype == rows.dtype
+    np.testing.assert_array_equal(other.best[0], rows)
     assert other.sampler.state_dict() == {"epoch": 2, "processed_num": 2}
     assert other_parts[2].state_dict() == parts[2].state_dict()
     for one, two in zip(parts[0].state_dict().values(), other_parts[0].state_dict().values(), strict=True):
