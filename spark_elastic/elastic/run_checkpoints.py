@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,14 +52,6 @@ def folder_of(run: Store, loop: int) -> Store:
     return run.sub(CHECKPOINTS if loop == 1 else f"{CHECKPOINTS}-{loop}")
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a loop resumes from: its name, and the steps of the run until then."""
-
-    name: str
-    step: int
-
-
 class RunCheckpoints:
     """The checkpoints of a run, in a worker. Pickled on the driver.
 
@@ -77,7 +68,7 @@ class RunCheckpoints:
         run: Store,
         run_id: str,
         fence: Fence,
-        resume: Mapping[int, ResumePoint],
+        resume: Mapping[int, CheckpointFacts],
         interval_s: float = COMMIT_INTERVAL_S,
     ) -> None:
         self.interval_s = interval_s

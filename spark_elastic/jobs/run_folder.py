@@ -24,11 +24,11 @@ from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.driver.preflight import check_spark
 from spark_elastic.elastic.loop import WithCheckpoints
-from spark_elastic.elastic.run_checkpoints import ResumePoint, RunCheckpoints, folder_of
+from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.redaction import redacted
-from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
 from spark_elastic.runs.lease import RunLease, opened_run
 
 log = logging.getLogger("spark_elastic.jobs")
@@ -50,7 +50,7 @@ class RunFolder:
     run: Store
     run_id: str
     lease: RunLease
-    resume: dict[int, ResumePoint]
+    resume: dict[int, CheckpointFacts]
     was_finished: bool
 
     def writing(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,21 +126,20 @@ def _read_about(run: Store) -> dict[str, Any]:
         return {}
     try:
         about = json.loads(run.read_bytes(_ABOUT))
-    except (ValueError, RecursionError):  # the checkpoints have what matters
-        log.warning("%s/%s is damaged; it is written again", run.url, _ABOUT)
+    except (ValueError, RecursionError):  # it is written again, and the checkpoints have what matters
         return {}
     if not isinstance(about, dict) or about.get("kind") != _KIND:
         raise CheckpointError(f"{run.url} has checkpoints of an estimator, not of a function; choose another run_id")
     return about
 
 
-def _newest(run: Store, choose: Callable[[Checkpoints], Any]) -> dict[int, ResumePoint]:
+def _newest(run: Store, choose: Callable[[Checkpoints], CheckpointFacts | None]) -> dict[int, CheckpointFacts]:
     """Return the checkpoint that is chosen of those of each loop, by the loop's number."""
     loops = [int(found[1] or 1) for entry in run.list() if (found := _FOLDER.fullmatch(entry.path.strip("/")))]
-    facts = {loop: choose(Checkpoints(folder_of(run, loop))) for loop in sorted(loops)}
-    return {loop: ResumePoint(each.name, each.step) for loop, each in facts.items() if each is not None}
+    found = {loop: choose(Checkpoints(folder_of(run, loop))) for loop in sorted(loops)}
+    return {loop: facts for loop, facts in found.items() if facts is not None}
 
 
-def _steps(points: dict[int, ResumePoint]) -> str:
-    words = [f"step {point.step}" + (f" of loop {loop}" if loop > 1 else "") for loop, point in points.items()]
-    return words[-1]
+def _steps(points: dict[int, CheckpointFacts]) -> str:
+    loop = max(points)
+    return f"step {points[loop].step}" + (f" of loop {loop}" if loop > 1 else "")

@@ -388,7 +388,7 @@ class CheckpointWriter:
             if self.busy:
                 raise CheckpointError(
                     f"the last checkpoint was not written to {self._checkpoints.store} within {timeout_s:.0f} s; the "
-                    "fit ends without it"
+                    "training ends without it"
                 )
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint could not be written: {self._error}") from self._error

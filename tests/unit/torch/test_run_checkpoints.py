@@ -12,8 +12,8 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
-from spark_elastic.elastic.loop import elastic_loop
-from spark_elastic.elastic.run_checkpoints import ResumePoint, RunCheckpoints, folder_of, restored, values_of
+from spark_elastic.elastic.loop import Entry, elastic_loop
+from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
 from spark_elastic.runs.checkpoints import Checkpoints
 from spark_elastic.runs.lease import held_run
@@ -148,16 +148,26 @@ def test_a_loop_begins_with_the_values_of_its_checkpoint_and_counts_on(fence: An
     state = hvd.elastic.ObjectState(n=0)
     order = []
     state.register_reset_callbacks([lambda: order.append(state.n)])
-    point = ResumePoint(newest.name, newest.step)
-    assert run(commits_until(105), state, frontend_of(fence, {1: point}, interval_s=0.0)) == 103
+    assert run(commits_until(105), state, frontend_of(fence, {1: newest}, interval_s=0.0)) == 103
     assert order == [103]  # the world may have another size than the one that wrote it
     assert max(steps_in(fence)) == 5
+
+
+def test_each_loop_of_a_function_has_checkpoints_of_its_own(fence: Any) -> None:
+    def function(frontend: Any) -> list[int]:
+        frontend.entries[:] = [FIRST, Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)]
+        return [run(commits_until(limit), hvd.elastic.ObjectState(n=0), frontend) for limit in (2, 3)]
+
+    assert function(frontend_of(fence)) == [0, 0]
+    newest = {loop: Checkpoints(folder_of(fence.run, loop)).complete()[-1] for loop in (1, 2)}
+    assert [facts.step for facts in newest.values()] == [2, 3]
+    assert function(frontend_of(fence, newest)) == [102, 103]
 
 
 def test_a_checkpoint_of_another_state_is_refused_by_name(fence: Any) -> None:
     run(commits_until(1), hvd.elastic.ObjectState(n=0), frontend_of(fence))
     (*_, newest) = Checkpoints(folder_of(fence.run, 1)).complete()
-    frontend = frontend_of(fence, {1: ResumePoint(newest.name, 1)})
+    frontend = frontend_of(fence, {1: newest})
     with pytest.raises(CheckpointError, match=f"{newest.name} in .* is of another state: .*has m.*another run_id"):
         run(never, hvd.elastic.ObjectState(n=0, m=1), frontend)
 
