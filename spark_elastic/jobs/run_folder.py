@@ -136,8 +136,8 @@ def _read_about(run: Store) -> dict[str, Any]:
 def _newest(run: Store, choose: Callable[[Checkpoints], CheckpointFacts | None]) -> dict[int, CheckpointFacts]:
     """Return the checkpoint that is chosen of those of each loop, by the loop's number."""
     loops = [int(found[1] or 1) for entry in run.list() if (found := _FOLDER.fullmatch(entry.path.strip("/")))]
-    found = {loop: choose(Checkpoints(folder_of(run, loop))) for loop in sorted(loops)}
-    return {loop: facts for loop, facts in found.items() if facts is not None}
+    chosen = {loop: choose(Checkpoints(folder_of(run, loop))) for loop in sorted(loops)}
+    return {loop: facts for loop, facts in chosen.items() if facts is not None}
 
 
 def _steps(points: dict[int, CheckpointFacts]) -> str:
