@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -18,6 +19,9 @@ from spark_elastic.membership.timeline import Record
 from spark_elastic.reporting.event_log import MembershipChange, event_rows
 from spark_elastic.reporting.history import draw_job
 from spark_elastic.reporting.job_status import JobStatus
+
+if TYPE_CHECKING:
+    from spark_elastic.jobs.run_folder import RunFolder
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
 EXIT_TIMEOUT_S = 5.0
@@ -36,6 +40,7 @@ class ElasticJob:
         prepare: Callable[[], None],
         clean_up: Callable[[], None],
         status_url: str | None = None,
+        folder: RunFolder | None = None,
     ):
         """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`."""
         self.name = name
@@ -43,6 +48,7 @@ class ElasticJob:
         self._prepare = prepare
         self._clean_up = clean_up
         self._status_url = status_url
+        self._folder = folder
         self._results: list[Any] | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -120,8 +126,12 @@ class ElasticJob:
                 self._prepare()
             except BaseException as error:
                 raise self._driver.never_ran(error) from None
-            pickled = self._driver.run()
+            cancel, folder = self._driver.cancel, self._folder
+            with contextlib.nullcontext() if folder is None else folder.lease.on_taken(cancel):
+                pickled = self._driver.run()
             self._results = [_load(result, rank) for rank, result in enumerate(pickled)]
+            if folder is not None:
+                folder.finish()
         except BaseException as error:
             self._error = error
         finally:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -42,15 +41,14 @@ _BATCH_EVENTS = (
 Values = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The values that each callback has changed, and whether a `fit` has begun an epoch and ended. Immutable."""
 
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
     """The state's epoch when the call returned, if a callback has stopped the training."""
-    values: Mapping[str, Values] = field(default_factory=dict)
+    values: Mapping[str, Values] = {}  # never changed
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
@@ -95,6 +93,7 @@ class FitCallbacks:
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
+        snapshot = Snapshot(*snapshot)  # a plain tuple, if it is from a checkpoint
         kept = {key: dict(values) for key, values in snapshot.values.items()}
         for key, watched in self._watched.items():
             for name in self._changing.get(key, ()):
