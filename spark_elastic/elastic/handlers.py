@@ -290,8 +290,7 @@ class Handlers:
     def values(self) -> dict[str, Any]:
         """Return all values, for a checkpoint: light parts with the layout of the tensors, and the tensors themselves.
 
-        Raises:
-            UsageError: A handler overrides `sync`.
+        Raises UsageError if a handler overrides `sync`.
         """
         if own := self.with_own_sync:
             kind = type(self.by_name[own[0]]).__qualname__
@@ -309,12 +308,7 @@ class Handlers:
         return {"light": {**self.plain.copies(), **light}, "tensors": tensors}
 
     def set_values(self, values: Any) -> None:
-        """Set what `values` has returned.
-
-        Raises:
-            UsageError: A value cannot have the tensors of its counterpart.
-            ValueError: The values have other names.
-        """
+        """Set what `values` has returned; raise ValueError if it has other names, UsageError if tensors do not fit."""
         light, tensors = dict(values["light"]), values["tensors"]
         check_same_names([*self.plain.names, *self.by_name], light)
         parts = {name: light.pop(name) for name in self.by_name}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError, UsageError
+from spark_elastic.errors import CheckpointError
 from spark_elastic.runs.checkpoints import (
     CHECKPOINTS,
     CheckpointFacts,
@@ -55,25 +55,14 @@ def folder_of(run: Store, loop: int) -> Store:
 class RunCheckpoints:
     """The checkpoints of a run, in a worker. Pickled on the driver.
 
-    Args:
-        run: The run's folder.
-        run_id: Its name.
-        fence: Lets rank 0 check that its driver still holds the run.
-        resume: The checkpoint that each loop resumes from, by the loop's number.
-        interval_s: Shortest time between two commits that are written.
+    Before rank 0 writes, it checks by `fence` that its driver still holds the run. `resume` has the checkpoint that
+    each loop resumes from, by the loop's number. Commits are written `interval_s` seconds apart at least.
     """
 
     def __init__(
-        self,
-        run: Store,
-        run_id: str,
-        fence: Fence,
-        resume: Mapping[int, CheckpointFacts],
-        interval_s: float = COMMIT_INTERVAL_S,
+        self, fence: Fence, resume: Mapping[int, CheckpointFacts], interval_s: float = COMMIT_INTERVAL_S
     ) -> None:
         self.interval_s = interval_s
-        self._run = run
-        self._run_id = run_id
         self._fence = fence
         self._resume = resume
         self._loop = 0
@@ -81,11 +70,7 @@ class RunCheckpoints:
         self._next_at = 0.0
 
     def begin(self, state: State) -> None:
-        """Begin a loop.
-
-        Raises:
-            UsageError: The state cannot be written; names what cannot.
-        """
+        """Begin a loop. Raises UsageError, which names the value, if the state cannot be written."""
         try:
             detached(values_of(state)["light"], "state", copy=False)
         except CheckpointError as error:
@@ -93,41 +78,36 @@ class RunCheckpoints:
             raise
         if self._writer is None or self._loop != state._loop:
             self._loop, self._next_at = state._loop, clock.monotonic()
-            checkpoints = Checkpoints(folder_of(self._run, self._loop), self._fence)
+            checkpoints = Checkpoints(folder_of(self._fence.run, self._loop), self._fence)
             self._writer = CheckpointWriter(checkpoints, KEEP, notify, patience_s=0.0)
 
     def load(self, state: State, is_root: bool) -> bool:
         """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
 
-        Returns:
-            True, on every member alike, if there is a checkpoint.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or of another state.
+        Returns True, on every member alike, if there is one. Raises CheckpointError if it is damaged, or of another
+        state.
         """
         point = self._resume.get(state._loop)
         if point is None:
             return False
         if is_root:
-            folder = folder_of(self._run, state._loop)
+            folder = folder_of(self._fence.run, state._loop)
             try:
-                values = from_bytes(Checkpoints(folder).load(point.name).files[_STATE])
-                state._set_values(restored(values))
+                state._set_values(restored(from_bytes(Checkpoints(folder).load(point.name).files[_STATE])))
+            except CheckpointError:
+                raise
             except (KeyError, ValueError, RuntimeError, TypeError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
                 raise CheckpointError(
                     f"checkpoint {point.name} in {folder} is of another state: {error}; build the state as it was "
                     "when it was written, or choose another run_id"
                 ) from error
-            log.info("resuming from step %d of the run %s in %s", point.step, self._run_id, folder)
+            log.info("resuming from step %d in %s", point.step, folder)
         return True
 
     def write(self, state: State, rank: int, *, end: bool = False) -> None:
         """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
 
-        Raises:
-            RunTakenError: Another driver has taken over the run.
+        Raises RunTakenError if another driver has taken over the run.
         """
         writer, version = self._writer, state.version
         if rank != 0 or writer is None or version is None:
@@ -139,10 +119,10 @@ class RunCheckpoints:
         if now < self._next_at and not end:
             return
         self._next_at = now + self.interval_s
-        point, token = self._resume.get(state._loop), self._fence.token
-        step = version.steps + (0 if point is None else point.step)
+        resumed, token = self._resume.get(state._loop), self._fence.token
+        step = version.steps + (resumed.step if resumed else 0)
         name = name_of(version.steps * _MARKS + min(version.marks, _MARKS - 1), token)
-        facts = CheckpointFacts(name, step, 0, 0, (), token)
+        facts = CheckpointFacts(name, step, epoch=0, position=0, token=token)
         try:
             values = detached(values_of(state), "state")
         except CheckpointError as error:  # a value has changed its type; the writer says so, and training continues
@@ -151,7 +131,7 @@ class RunCheckpoints:
         def contents() -> Contents:
             if isinstance(values, CheckpointError):
                 raise values
-            return Contents(facts, {"run_id": self._run_id}, {_STATE: to_bytes(values)})
+            return Contents(facts, {}, {_STATE: to_bytes(values)})
 
         writer.submit(contents, step)
         if end:
@@ -165,16 +145,13 @@ class RunCheckpoints:
 
 def values_of(state: State) -> dict[str, Any]:
     """Return the values of a state, with tensors in place of arrays of NumPy; raise UsageError as `State._values`."""
-    try:
-        values: dict[str, Any] = tree_map(_as_tensor, state._values())
-        return values
-    except UsageError as error:
-        raise UsageError(f"checkpoint_dir: {error}") from None
+    values: dict[str, Any] = tree_map(_as_tensor, state._values())
+    return values
 
 
 def restored(values: Any) -> Any:
-    """Return what `values_of` was given, from what it has returned."""
-    return tree_map(_as_array, values, is_leaf=_is_array)
+    """Return the values of a state from what `values_of` has returned."""
+    return tree_map(lambda each: each[_ARRAY].numpy() if _is_array(each) else each, values, is_leaf=_is_array)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -184,7 +161,3 @@ def _as_tensor(value: Any) -> Any:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_ARRAY}
-
-
-def _as_array(value: Any) -> Any:
-    return value[_ARRAY].numpy() if _is_array(value) else value

@@ -1,9 +1,8 @@
-"""The run folder of a job with `checkpoint_dir`: its lease, where its loops resume from, and whether it has finished.
+"""The run folder of a job with `checkpoint_dir`: its lease, and where its loops resume from.
 
 ::
 
-    <checkpoint_dir>/<run_id>/run.json             that these are loops of one's own, and whether they have finished
-                              owners/              the lease, see `runs.lease`
+    <checkpoint_dir>/<run_id>/owners/              the lease, see `runs.lease`
                               checkpoints/         of the first elastic loop of the function
                               checkpoints-2/       of the second one
 """
@@ -11,8 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import re
 import uuid
 from collections.abc import Callable
@@ -32,38 +29,28 @@ from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
 from spark_elastic.runs.lease import RunLease, opened_run
 
-log = logging.getLogger("spark_elastic.jobs")
-
-_ABOUT = "run.json"
-_KIND = "elastic loops of a function"
+_ESTIMATORS_FILE = "run.json"  # the folders of estimators have it, see `ml.run_folder`
 _FOLDER = re.compile(rf"{CHECKPOINTS}(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run that this process holds.
-
-    Attributes:
-        resume: The checkpoint that each elastic loop of the function resumes from, by the loop's number.
-        was_finished: The job that wrote here last has ended well.
-    """
+    """The folder of a run that this process holds; `resume` has the checkpoint that each loop resumes from."""
 
     run: Store
     run_id: str
     lease: RunLease
     resume: dict[int, CheckpointFacts]
-    was_finished: bool
 
     def writing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function for the workers, whose loops write checkpoints and resume from them."""
-        return WithCheckpoints(function, RunCheckpoints(self.run, self.run_id, self.lease.fence, self.resume))
+        return WithCheckpoints(function, RunCheckpoints(self.lease.fence, self.resume))
 
     def in_words(self) -> str:
         """Return a line about where the job begins."""
         if not self.resume:
             return f"commits are written to {self.run.url}; to resume, give the same checkpoint_dir and {self._named()}"
-        ended = ", at its end" if self.was_finished else ""
-        return f"resuming {self._named()} in {self.run.url} from {_steps(self.resume)}{ended}"
+        return f"resuming {self._named()} in {self.run.url} from {_steps(self.resume)}"
 
     def resumable(self) -> str:
         """Return what can be resumed now, to append to the message of an error."""
@@ -78,17 +65,6 @@ class RunFolder:
             "run_id to resume from there"
         )
 
-    def finish(self) -> None:
-        """Note that the job has ended well."""
-        try:
-            self._note(finished=True)
-        except Exception as error:  # no reason to lose the results
-            log.warning("%s in %s could not be marked as finished: %s", self._named(), self.run.url, redacted(error))
-
-    def _note(self, finished: bool) -> None:
-        about = {"kind": _KIND, "finished": finished}
-        self.run.write_bytes(_ABOUT, json.dumps(about).encode(), check=self.lease.check)
-
     def _named(self) -> str:
         return f"run_id={self.run_id!r}"
 
@@ -96,10 +72,8 @@ class RunFolder:
 def open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder:
     """Hold the run folder of a call with `checkpoint_dir` until `undo` is closed.
 
-    Raises:
-        RunTakenError: Another driver holds the run.
-        CheckpointError: All checkpoints of a loop are damaged, or the folder is that of an estimator.
-        StoreError: The folder cannot be used, or the executors do not share it.
+    Raises RunTakenError if another driver holds the run, CheckpointError if all checkpoints of a loop are damaged or
+    the folder is that of an estimator, and StoreError if it cannot be used or the executors do not share it.
     """
     runs = Store.create(call.checkpoint_dir)
     if call.launcher is None:
@@ -113,25 +87,11 @@ def open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder:
     run = runs.sub(run_id)
     try:
         lease = undo.enter_context(opened_run(run, Checkpoints(folder_of(run, 1)).newest_token()))
-        about = _read_about(run)
-        newest = _newest(run, Checkpoints.latest)
-        folder = RunFolder(run, run_id, lease, newest, bool(about.get("finished")))
-        folder._note(finished=False)
+        if run.exists(_ESTIMATORS_FILE):
+            raise CheckpointError(f"{run.url} is the folder of an estimator; choose another run_id")
+        return RunFolder(run, run_id, lease, _newest(run, Checkpoints.latest))
     except OSError as error:
         raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-    return folder
-
-
-def _read_about(run: Store) -> dict[str, Any]:
-    if not run.exists(_ABOUT):
-        return {}
-    try:
-        about = json.loads(run.read_bytes(_ABOUT))
-    except (ValueError, RecursionError):  # it is written again, and the checkpoints have what matters
-        return {}
-    if not isinstance(about, dict) or about.get("kind") != _KIND:
-        raise CheckpointError(f"{run.url} has checkpoints of an estimator, not of a function; choose another run_id")
-    return about
 
 
 def _newest(run: Store, choose: Callable[[Checkpoints], CheckpointFacts | None]) -> dict[int, CheckpointFacts]:

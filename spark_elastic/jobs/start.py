@@ -104,8 +104,9 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
+    lease = None if folder is None else folder.lease
     return ElasticJob(
-        spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url, folder
+        spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url, lease
     )
 
 

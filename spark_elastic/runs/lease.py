@@ -276,11 +276,7 @@ def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
 
 @contextmanager
 def opened_run(run: Store, known_token: int) -> Iterator[RunLease]:
-    """Hold the run while the block runs, and remove files that killed drivers have not completed; see `held_run`.
-
-    Raises:
-        RunTakenError: Another driver holds the run.
-    """
+    """Hold the run as `held_run` does, and remove files that killed drivers have not completed."""
     with held_run(run, known_token) as lease:
         lease.check()
         run.delete_unfinished()

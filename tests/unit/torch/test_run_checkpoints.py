@@ -86,7 +86,7 @@ def fence(tmp_path: Path) -> Iterator[Any]:
 
 def frontend_of(fence: Any, resume: Any = None, **settings: Any) -> Any:
     frontend = ScriptedFrontend(FIRST)
-    frontend.checkpoints = RunCheckpoints(fence.run, "run", fence, resume or {}, **settings)
+    frontend.checkpoints = RunCheckpoints(fence, resume or {}, **settings)
     return frontend
 
 
