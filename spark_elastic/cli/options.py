@@ -148,5 +148,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "env": {"type": pair, "action": "append", "metavar": "K=V"},
     "encrypt": {"action": "store_true"},
     "status_port": {"type": _port, "metavar": "N|off"},
+    "checkpoint_dir": {"metavar": "DIR"},
+    "run_id": {"metavar": "NAME"},
 }
 """The forms of options that are neither one number of seconds nor one whole number."""

@@ -70,7 +70,7 @@ class ElasticDriver:
     """Runs a job on the calling thread until it finishes, fails or is cancelled.
 
     `make_launcher` makes the launcher from the `on_ended` that it has to call; `listening` is the bound socket for
-    agents and workers.
+    agents and workers. `resumable` returns what a later job can resume, to append to the error that ends this one.
     """
 
     def __init__(
@@ -86,11 +86,13 @@ class ElasticDriver:
         progress: ProgressModel | None = None,
         status: StatusModel | None = None,
         observer: JobObserver | None = None,
+        resumable: Callable[[], str] | None = None,
     ) -> None:
         self._settings = settings
         self._launcher = make_launcher(self._on_launch_ended)
         self._listening = listening
         self._sources = sources
+        self._resumable = resumable
         self._machine = Membership(settings)
 
         on_change = None if observer is None else observer.membership_changed
@@ -352,6 +354,8 @@ class ElasticDriver:
         if self._failure is None and not self._ended.is_set():
             self._failure = error
             cancelled = isinstance(error, JobCancelledError)
+            if self._resumable is not None and not isinstance(error, (UserFunctionError, JobCancelledError)):
+                error.message += self._resumable()
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
 

@@ -26,6 +26,7 @@ from spark_elastic.elastic.plain_values import (
     SLOW_COPY_S,
     PlainAttributes,
     check_names,
+    check_same_names,
     independent_copy,
     is_atom,
     unpicklable_named,
@@ -334,6 +335,39 @@ class Handlers:
             handler.fill(layout, other.tensors(layout))
         for handler, other in pairs:
             handler.set_light(other.light())
+
+    def values(self) -> dict[str, Any]:
+        """Return all values, for a checkpoint: light parts with the layout of the tensors, and the tensors themselves.
+
+        Raises UsageError if a handler overrides `sync`.
+        """
+        if own := self.with_own_sync:
+            kind = type(self.by_name[own[0]]).__qualname__
+            raise UsageError(
+                f"{own[0]} of the state has a handler ({kind}) with a sync of its own, so it cannot be written to a "
+                "checkpoint; let the handler define light and set_light (and layout and tensors), or leave out "
+                "checkpoint_dir"
+            )
+        present = {name: handler.present() for name, handler in self.by_name.items()}
+        light = {
+            name: {"layout": present[name][0], "light": handler.light(), "metadata": handler.metadata()}
+            for name, handler in self.by_name.items()
+        }
+        tensors = {name: own for name, (_, own) in present.items()}
+        return {"light": {**self.plain.copies(), **light}, "tensors": tensors}
+
+    def set_values(self, values: Any) -> None:
+        """Set what `values` has returned; raise ValueError if it has other names, UsageError if tensors do not fit."""
+        light, tensors = dict(values["light"]), values["tensors"]
+        check_same_names([*self.plain.names, *self.by_name], light)
+        parts = {name: light.pop(name) for name in self.by_name}
+        for name, handler in self.by_name.items():
+            layout = [TensorSpec(*piece) for piece in parts[name]["layout"]]
+            handler.prepare(layout, parts[name]["metadata"])
+            handler.fill(layout, tensors[name])
+        for name, handler in self.by_name.items():
+            handler.set_light(parts[name]["light"])
+        self.plain.assign(light)
 
     def agree_that_equal(self) -> bool:
         """Return True, on every member alike, if all members hold the same values."""

@@ -20,6 +20,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
 from spark_elastic.elastic.mark import StepCounter
+from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import ProvisionalPosition
@@ -58,6 +59,8 @@ class CollectiveFrontend:
     """The access of loops and states to this process's connection to the driver and to its groups."""
 
     loops = loops
+    checkpoints: RunCheckpoints | None = None
+    """Set by `WithCheckpoints` before it calls the user's function."""
 
     def rank(self) -> int:
         return process.require().rank
@@ -169,6 +172,19 @@ class CollectiveFrontend:
 frontend = CollectiveFrontend()
 
 
+class WithCheckpoints:
+    """A user's function that has its loops write checkpoints; pickled in place of the function."""
+
+    def __init__(self, function: Callable[..., Any], checkpoints: RunCheckpoints) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._checkpoints = checkpoints
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frontend.checkpoints = self._checkpoints
+        return self._function(*args, **kwargs)
+
+
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate `func(state, ...)` so that it is called again whenever workers are lost or arrive.
 
@@ -201,6 +217,8 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
             state._take_up(kept.state)
         if kept is not None and loop < loops.last:
             return cast(R, kept.result)
+        if frontend.checkpoints is not None:
+            frontend.checkpoints.begin(state)
         try:
             entry = _enter(state, frontend, again=kept is not None)
             result = call_until_done(state, entry, *args, **kwargs)
@@ -215,6 +233,8 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
             loops.finish(loop, None, result)
             return result
         frontend.finished(loop, state, result)
+        if frontend.checkpoints is not None:
+            frontend.checkpoints.write(state, frontend.rank(), end=True)
         return result
 
     def call_until_done(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -223,7 +243,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         try:
             while True:
                 try:
-                    _prepare(state, entry)
+                    _prepare(state, entry, frontend)
                 except HorovodInternalError as error:
                     if entry.from_last_loop:
                         raise
@@ -279,12 +299,15 @@ def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:
         return frontend.rejoin(state.version)
 
 
-def _prepare(state: State, entry: Entry) -> None:
+def _prepare(state: State, entry: Entry, frontend: CollectiveFrontend) -> None:
     """Make the states of all members of a new world equal, after the reset callbacks."""
-    if entry.moved:
-        state._reset_alone()
     # if all members come from the previous loop, none of them has the state of this loop yet
     before_this_loop = entry.version is not None and entry.version.loop < state._loop
+    resumed = False
+    if frontend.checkpoints is not None and (entry.version is None or before_this_loop):
+        resumed = frontend.checkpoints.load(state, frontend.rank() == entry.root)
+    if entry.moved or resumed:
+        state._reset_alone()
     if entry.sync or before_this_loop:
         state._sync_from(entry.root, entry.version)
     else:

@@ -152,6 +152,12 @@ def unpicklable_named(values: Callable[[], Mapping[str, Any]]) -> Iterator[None]
         raise
 
 
+def check_same_names(own: Iterable[str], other: Iterable[str]) -> None:
+    """Raise ValueError, naming the differences, if a state does not have the values of another one."""
+    if different := sorted(set(own) ^ set(other)):
+        raise ValueError(f"only one of the two has {', '.join(different)}")
+
+
 def independent_copy(value: Any) -> Any:
     """Copy a value so that later changes to it do not reach the copy; fast for numbers, strings, lists and the like.
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.plain_values import PlainAttributes, check_names, independent_copy, unpicklable_named
+from spark_elastic.elastic.plain_values import (
+    PlainAttributes,
+    check_names,
+    check_same_names,
+    independent_copy,
+    unpicklable_named,
+)
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -78,6 +84,8 @@ class State:
         """Commit without the check for updated hosts; does nothing in the middle of a step."""
         if self._may_mark():
             self._commit()
+            if self._frontend.checkpoints is not None and self._counter.in_loop:
+                self._frontend.checkpoints.write(self, self._frontend.rank())
 
     def mark_here(self) -> None:
         """Mark the present state without the check for updated hosts; does nothing in the middle of a step."""
@@ -217,8 +225,7 @@ class State:
 
         `sync`, which the user has defined, is called on both states: `kept.sync` broadcasts, and `self.sync` receives.
 
-        Raises:
-            StateNotMovableError: `sync` broadcasts without `bcast_object`.
+        Raises StateNotMovableError if `sync` broadcasts without `bcast_object`.
         """
         sent: list[Any] = []
 
@@ -240,6 +247,20 @@ class State:
         self._bcast_object = own
         self._counter.version = kept._counter.version
         self.save()
+
+    # --- called for checkpoints -----------------------------------------------------------------
+
+    def _values(self) -> dict[str, Any]:
+        """Return all values: plain values and, under another key, the state's own tensors. Raises UsageError."""
+        raise UsageError(
+            f"a {type(self).__qualname__} has a save and restore of its own, so its values cannot be written to a "
+            "checkpoint; keep them in a TorchState, KerasState, TensorFlowState or ObjectState, or leave out "
+            "checkpoint_dir"
+        )
+
+    def _set_values(self, values: Any) -> None:
+        """Set what `_values` has returned. Raises ValueError if this state has other values."""
+        raise NotImplementedError
 
     def _broadcast(self, value: Any, root_rank: int | None = None) -> Any:
         return self._frontend.broadcast_object(value, self._root if root_rank is None else root_rank)
@@ -300,15 +321,19 @@ class ObjectState(State):
     def _sync_failed(self) -> None:
         """Do nothing: values are set only after all of them have arrived."""
 
+    def _values(self) -> dict[str, Any]:
+        return {"light": self._plain.copies()} if type(self).save is ObjectState.save else super()._values()
+
+    def _set_values(self, values: Any) -> None:
+        check_same_names(self._plain.names, values["light"])
+        self._plain.assign(values["light"])
+
 
 class ElasticState(State):
     """A state of models, optimizers and plain values, each an attribute, which marks spare most returns to the commit.
 
-    Args:
-        handler_for: A function that returns the handler which copies and synchronises a value, or None for a plain
-            Python value, which must be picklable.
-        steps: The class of the framework's `OptimizerSteps`, or a function that creates one.
-        values: The values by name.
+    `handler_for` returns the handler which copies and synchronises a value, or None for a plain Python value, which
+    must be picklable; `steps` creates the framework's `OptimizerSteps`.
     """
 
     def __init__(
@@ -322,7 +347,6 @@ class ElasticState(State):
         self._steps = steps(self._handlers, self._counter)
         self._mark: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Copies of the light parts and of the plain values at the last mark; None if that was a commit."""
-        """The number of commits and checks in a row that came in the middle of a step."""
         self._root_unbuilt = False
         """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
         for name in self._handlers.by_name:
@@ -460,6 +484,13 @@ class ElasticState(State):
         self._steps.count(replaced=True)
         self._counter.version = kept._counter.version
         self.save()
+
+    def _values(self) -> dict[str, Any]:
+        return self._handlers.values() if type(self).save is ElasticState.save else super()._values()
+
+    def _set_values(self, values: Any) -> None:
+        self._handlers.set_values(values)
+        self._steps.count(replaced=True)
 
     # --- marks ----------------------------------------------------------------------------------
 

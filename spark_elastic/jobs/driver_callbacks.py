@@ -41,7 +41,7 @@ class DriverRun:
         settings: The settings as plain values for people: without those that are not set, without credentials.
         epochs: The number of epochs to train; None for `run`.
         run_id: The setting `run_id`; None if it is not set.
-        resumed: True if the training resumes from a checkpoint; only its new epochs are reported.
+        resumed: True if a fit resumes from a checkpoint; only its new epochs are reported.
     """
 
     name: str

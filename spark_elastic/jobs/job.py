@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from spark_elastic.membership.timeline import Record
 from spark_elastic.reporting.event_log import MembershipChange, event_rows
 from spark_elastic.reporting.history import draw_job
 from spark_elastic.reporting.job_status import JobStatus
+from spark_elastic.runs.lease import RunLease
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
 EXIT_TIMEOUT_S = 5.0
@@ -36,13 +38,18 @@ class ElasticJob:
         prepare: Callable[[], None],
         clean_up: Callable[[], None],
         status_url: str | None = None,
+        lease: RunLease | None = None,
     ):
-        """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`."""
+        """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`.
+
+        The job is cancelled if another driver takes over the run of `lease`.
+        """
         self.name = name
         self._driver = driver
         self._prepare = prepare
         self._clean_up = clean_up
         self._status_url = status_url
+        self._lease = lease
         self._results: list[Any] | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -120,7 +127,8 @@ class ElasticJob:
                 self._prepare()
             except BaseException as error:
                 raise self._driver.never_ran(error) from None
-            pickled = self._driver.run()
+            with contextlib.nullcontext() if self._lease is None else self._lease.on_taken(self._driver.cancel):
+                pickled = self._driver.run()
             self._results = [_load(result, rank) for rank, result in enumerate(pickled)]
         except BaseException as error:
             self._error = error

@@ -122,7 +122,7 @@ def run(call: RunCall) -> list[Any]:
             return job.result()
     session, began = CallbackSession(call.callbacks), clock.wall()
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
-    with session.fit(DriverRun(name, plain_settings(call))):
+    with session.fit(DriverRun(name, plain_settings(call), run_id=call.run_id)):
         job = start(call, session)
         try:
             with cancelled_on_error(job):

@@ -99,6 +99,13 @@ def _driver_callbacks(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
+def _run_name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
+        what = "letters, digits, '_', '-', '=' and '.', not beginning with '.'"
+        raise InvalidSettingsError(f"{name} must be {what}, not {_shown(value)}")
+    return value
+
+
 def _host(name: str, value: Any) -> str:
     host = plain_address(value.strip()) if isinstance(value, str) else ""
     if not host or "/" in host or (":" in host and not is_address(host)):
@@ -275,10 +282,34 @@ class RunSettings(ScalingSettings):
             _driver_callbacks,
         ),
     ] = ()
+    checkpoint_dir: Annotated[
+        str | Path | Store | None,
+        Setting(
+            "shared path, URI or Store to which the commits of the function's elastic loops are written, at most one "
+            "in ten seconds. Default: none are written.",
+            on_command_line=True,
+        ),
+    ] = None
+    run_id: Annotated[
+        str | None,
+        Setting(
+            "name of this run below `checkpoint_dir`. A call with the run_id of a job that has ended, in whatever way, "
+            "resumes from its last commit. Default: a new name, which is printed.",
+            _run_name,
+            on_command_line=True,
+        ),
+    ] = None
     launcher: Annotated[
         LocalLauncher | None,
         Setting("a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.", _launcher),
     ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.run_id is not None and self.checkpoint_dir is None:
+            raise InvalidSettingsError(
+                f"run_id={self.run_id!r} without checkpoint_dir: there is nothing to resume from; set both"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from spark_elastic import clock
 from spark_elastic.data.spark_python import check_modules
@@ -33,6 +34,9 @@ from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
+
+if TYPE_CHECKING:
+    from spark_elastic.jobs.run_folder import RunFolder
 
 CONNECT_TIMEOUT_S = 60.0
 KEPT_IN_NOTEBOOK_S = 60.0
@@ -58,6 +62,9 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         sources.append(HostManager(call.discovery, backend.host_of))
     bind, addresses = backend.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
+        folder = _open_run(call, undo)
+        if folder is not None:
+            function = preflight.pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
         listening = _listen(bind, backend.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
@@ -67,6 +74,8 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         undo.enter_context(backend.console(call.verbose))
         if fewer and call.verbose:
             printer.say(f"spark_elastic: {fewer}")
+        if folder is not None and call.verbose:
+            printer.say(f"spark_elastic: {folder.in_words()}")
         status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, backend) else None
         driver = ElasticDriver(
             spec,
@@ -79,6 +88,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             progress=progress,
             status=status,
             observer=observer,
+            resumable=None if folder is None else folder.resumable,
         )
         if observer is not None:
             undo.callback(observer.job_over)
@@ -94,7 +104,10 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
-    return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url)
+    lease = None if folder is None else folder.lease
+    return ElasticJob(
+        spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url, lease
+    )
 
 
 def prepare_workers(call: RunCall) -> None:
@@ -109,6 +122,14 @@ def prepare_workers(call: RunCall) -> None:
     env = dict(call.env or {})
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
     backend_of(call).prepare_workers(spec, call.max_num_proc or call.num_proc)
+
+
+def _open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder | None:
+    if call.checkpoint_dir is None:
+        return None
+    from spark_elastic.jobs.run_folder import open_run  # it imports torch
+
+    return open_run(call, undo)
 
 
 def _launch_spec(

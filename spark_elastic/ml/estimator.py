@@ -34,7 +34,6 @@ from spark_elastic.ml.params import as_list
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import Tensors
 from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
-from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -51,6 +50,7 @@ from spark_elastic.ml.training_job import TrainedRun, train
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
+from spark_elastic.runs.lease import lease_of
 from spark_elastic.trackers import autologging
 from spark_elastic.wire.pickling import dumps
 

@@ -32,8 +32,8 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.saved_folder import saved_folder
-from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
 from spark_elastic.redaction import without_secrets
+from spark_elastic.runs.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
 
 log = logging.getLogger("spark_elastic.ml")
 

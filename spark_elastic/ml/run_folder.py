@@ -21,12 +21,11 @@ from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.datasets import SharedDatasets
-from spark_elastic.ml.run_lease import OWNERS, RunLease, held_run
 from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, StorageParams
-from spark_elastic.ml.training.spec import CHECKPOINTS
 from spark_elastic.redaction import redacted
+from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
@@ -190,9 +189,7 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
             try:
-                held = lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
-                held.check()
-                run.delete_unfinished()  # of drivers that were killed as they wrote
+                held = lease.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
                     clear(run, held)
                 latest = Checkpoints(run.sub(CHECKPOINTS)).latest()

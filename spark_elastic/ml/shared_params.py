@@ -32,7 +32,10 @@ PredictionRule: TypeAlias = Literal[
     "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
-_OWN_SETTINGS = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port", "device", "spark", "callbacks")
+_OWN_SETTINGS = (
+    *("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port", "device", "spark", "callbacks"),
+    *("checkpoint_dir", "run_id"),
+)
 RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name not in _OWN_SETTINGS)
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 

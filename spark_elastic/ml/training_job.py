@@ -10,11 +10,11 @@ from typing import Any
 from spark_elastic.data.store import Store
 from spark_elastic.errors import LossNotFiniteError, RunTakenError, StateLostError, StoreError
 from spark_elastic.jobs.driver_callbacks import CallbackSession
-from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.run_lease import lease_of
-from spark_elastic.ml.training.spec import CHECKPOINTS, STOPPED_ELSEWHERE
+from spark_elastic.ml.training.spec import STOPPED_ELSEWHERE
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.history import History
+from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.lease import lease_of
 
 log = logging.getLogger("spark_elastic.ml")
 

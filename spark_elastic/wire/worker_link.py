@@ -9,6 +9,7 @@ One condition guards the fields that the channel's reader thread writes and the 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from spark_elastic.wire.channel import Channel
 
 MAX_ERROR_CHARACTERS = 200_000
 """Limit of an exception's message, and of its traceback: some quote a whole batch."""
+MAX_NOTICE = 1000
+"""Characters of a notice that are sent to the driver."""
+
+log = logging.getLogger("spark_elastic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,3 +414,10 @@ def install(link: WorkerLink | None) -> None:
 def current() -> WorkerLink | None:
     """Return the link of this process; None outside of a job."""
     return _link
+
+
+def notify(text: str) -> None:
+    """Log a warning here, and have the driver show it as a line and record it as an event of the job."""
+    log.warning("%s", text)
+    if _link is not None:
+        _link.show(wire.Notice(text[:MAX_NOTICE]))

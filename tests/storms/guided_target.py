@@ -25,10 +25,10 @@ INSTRUMENTED = {
     "wire-messages": ["spark_elastic.wire"],
     "key-values": ["spark_elastic.driver.rendezvous_server"],
     "manifests": ["spark_elastic.data.manifest", "spark_elastic.data.dataset", "spark_elastic.data.files"],
-    "checkpoints": ["spark_elastic.ml.checkpoints", "spark_elastic.data.manifest"],
+    "checkpoints": ["spark_elastic.runs.checkpoints", "spark_elastic.data.manifest"],
     "models": [
         *("spark_elastic.ml.persistence", "spark_elastic.ml.saved_folder", "spark_elastic.ml.model"),
-        *("spark_elastic.ml.torch.model", "spark_elastic.ml.torch.serialization", "spark_elastic.ml.trust"),
+        *("spark_elastic.ml.torch.model", "spark_elastic.ml.torch.serialization", "spark_elastic.runs.trust"),
         *("spark_elastic.ml.params", "spark_elastic.ml.shared_params", "spark_elastic.data.manifest"),
     ],
 }

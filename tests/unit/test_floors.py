@@ -21,6 +21,7 @@ FLOORS: tuple[str, ...] = (
     "wire",
     "reporting",
     "data",
+    "runs",
     "collective",
     "elastic",
     "exact",

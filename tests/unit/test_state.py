@@ -20,6 +20,8 @@ from spark_elastic.membership.topology import StateVersion
 class ScriptedFrontend:
     """Hands out the given entries one after the other and notes what it is asked."""
 
+    checkpoints = None
+
     def __init__(self, *entries: Entry | Exception, updates: tuple[int, ...] = ()) -> None:
         self.entries = list(entries)
         self.updates = list(updates)

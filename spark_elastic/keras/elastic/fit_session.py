@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,15 +50,14 @@ class EpochBegin(NamedTuple):
     after: float
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The values that each callback has changed, and whether a `fit` has begun an epoch and ended. Immutable."""
 
     begun: bool = False
     ended: bool = False
     stopped_at: int | None = None
     """The state's epoch when the call returned, if a callback has stopped the training."""
-    values: Mapping[str, Values] = field(default_factory=dict)
+    values: Mapping[str, Values] = {}  # never changed
     epoch_begin: EpochBegin | None = None
     """The epoch that has begun last; None if it is not known, or the learning rate follows a schedule."""
 
@@ -107,6 +105,7 @@ class FitCallbacks:
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
+        snapshot = Snapshot(*snapshot)  # a plain tuple, if it is from a checkpoint
         kept = {key: dict(values) for key, values in snapshot.values.items()}
         for key, watched in self._watched.items():
             for name in self._changing.get(key, ()):
@@ -114,7 +113,7 @@ class FitCallbacks:
                     kept.setdefault(key, {}).setdefault(name, watched.at_begin[name])
         for key, values in kept.items():
             self._changing.setdefault(key, set()).update(values)
-        self._kept = replace(snapshot, values=kept)
+        self._kept = snapshot._replace(values=kept)
         self._epoch_begin = snapshot.epoch_begin
         if self._begun:
             self._put()

@@ -16,7 +16,7 @@ from spark_elastic.ml.keras.training import check_backend, device_name, prefer_b
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
-from spark_elastic.ml.trust import TRUST, is_trusted
+from spark_elastic.runs.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"

@@ -19,11 +19,11 @@ import numpy as np
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras.archives import archive_config, check_names_no_files
 from spark_elastic.ml import callbacks as own_callbacks
-from spark_elastic.ml import trust
 from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
 from spark_elastic.ml.keras.fidelity import adapters_of, undecayed
 from spark_elastic.ml.keras.serialization import config_of, custom_names, model_from_archive, model_to_archive
+from spark_elastic.runs import trust
 
 SUFFIX = "zip"
 _TREE = "objects.json"

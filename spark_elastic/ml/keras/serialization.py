@@ -20,7 +20,7 @@ from keras.src.saving import saving_lib  # what calls it in `keras.saving` and `
 from spark_elastic.errors import CheckpointError, NotPicklableError
 from spark_elastic.keras.archives import check_self_contained
 from spark_elastic.keras.backend import same_path
-from spark_elastic.ml import trust
+from spark_elastic.runs import trust
 
 Array = npt.NDArray[Any]
 

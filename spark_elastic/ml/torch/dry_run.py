@@ -28,12 +28,13 @@ from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
-from spark_elastic.ml.torch.serialization import detached, trained_copy, weights_to_bytes
+from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, user_code
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.reporting.history import FACTS
+from spark_elastic.runs.tensors import detached
 from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")

@@ -21,10 +21,11 @@ from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, StepPlace, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
-from spark_elastic.ml.torch.serialization import detached, from_bytes, load_state, state_of, to_bytes, weights_to_bytes
+from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
+from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from spark_elastic.task.freed_memory import return_freed_memory
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 from spark_elastic.wire.pickling import round_trip

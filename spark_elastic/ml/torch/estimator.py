@@ -39,7 +39,7 @@ from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.dry_run import DryRunResult
-from spark_elastic.ml.trust import trusted_files
+from spark_elastic.runs.trust import trusted_files
 from spark_elastic.settings import meant_device
 
 

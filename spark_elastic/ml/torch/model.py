@@ -16,6 +16,7 @@ from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.lightning import prediction_call
 from spark_elastic.ml.torch.objective import outputs_of
+from spark_elastic.runs.tensors import from_bytes
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
@@ -78,7 +79,7 @@ class ElasticTorchModel(ElasticModel):
         if _WEIGHTS not in files or _ARCHITECTURE not in objects:
             raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
         try:
-            weights = serialization.from_bytes(files[_WEIGHTS])
+            weights = from_bytes(files[_WEIGHTS])
             self._native = serialization.fill(objects[_ARCHITECTURE], weights).eval()
         except CheckpointError as error:
             error.message = f"{_WEIGHTS}: {error.message}"

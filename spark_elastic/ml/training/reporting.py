@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import threading
 from typing import TYPE_CHECKING
@@ -13,18 +12,13 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
 from spark_elastic.ml.training.spec import Progress, TrainingPhase
 from spark_elastic.reporting.history import FACTS, History, Row
-from spark_elastic.wire import worker_link
-from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from spark_elastic.wire.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.engine import Engine, TrainingState
     from spark_elastic.ml.training.spec import Training
 
-log = logging.getLogger("spark_elastic.ml")
-
-MAX_NOTICE = 1000
-"""Characters of a notice that are sent to the driver."""
 REPORT_INTERVAL_S = 0.25
 """Time between two reports. A person sees no more, and a report costs well below a millisecond."""
 CLOSE_TIMEOUT_S = 1.0
@@ -195,14 +189,6 @@ class EpochRows:
 
 def _as_json(row: Row) -> bytes:
     return json.dumps(dict(row)).encode()
-
-
-def notify(text: str) -> None:
-    """Log a warning here, and have the driver show it as a line and record it as an event of the job."""
-    log.warning("%s", text)
-    link = worker_link.current()
-    if link is not None:
-        link.show(Notice(text[:MAX_NOTICE]))
 
 
 def loss_and_metrics(row: Row) -> dict[str, float]:

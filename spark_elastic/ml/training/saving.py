@@ -14,7 +14,12 @@ from spark_elastic.data.reader import resolve_order, window_settings_of
 from spark_elastic.elastic.finish import loops
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import (
+from spark_elastic.ml.training.engine import Engine
+from spark_elastic.ml.training.reporting import RunView
+from spark_elastic.ml.training.spec import CheckpointPlan, Progress, Training, TrainingPhase
+from spark_elastic.redaction import redacted
+from spark_elastic.runs.checkpoints import (
+    CHECKPOINTS,
     CLOSE_S,
     CheckpointFacts,
     Checkpoints,
@@ -23,11 +28,8 @@ from spark_elastic.ml.checkpoints import (
     first_line,
     name_of,
 )
-from spark_elastic.ml.run_lease import RunMissingError
-from spark_elastic.ml.training.engine import Engine
-from spark_elastic.ml.training.reporting import RunView, notify
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
-from spark_elastic.redaction import redacted
+from spark_elastic.runs.lease import RunMissingError
+from spark_elastic.wire.worker_link import notify
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store

@@ -16,11 +16,9 @@ from spark_elastic.reporting.history import History
 if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset
     from spark_elastic.data.store import Store
-    from spark_elastic.ml.run_lease import Fence
+    from spark_elastic.runs.lease import Fence
 
 HISTORY_FILE = "history.json"
-CHECKPOINTS = "checkpoints"
-"""In the run's store: the folder of the durable checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

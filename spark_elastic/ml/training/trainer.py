@@ -26,9 +26,8 @@ from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.loop import elastic_loop, frontend
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import SLOW_S
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
-from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics, notify
+from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
     HISTORY_FILE,
@@ -41,7 +40,9 @@ from spark_elastic.ml.training.spec import (
     add_sums,
 )
 from spark_elastic.reporting.progress import epoch_line
+from spark_elastic.runs.checkpoints import SLOW_S
 from spark_elastic.wire import worker_link
+from spark_elastic.wire.worker_link import notify
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -16,7 +16,7 @@ from spark_elastic.errors import (
     WorkerStartError,
 )
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
-from spark_elastic.ml.training.reporting import notify
+from spark_elastic.wire.worker_link import notify
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, is_running, wait_until
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.ml import run_lease
 from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.runs import lease as run_lease
 
 EPOCHS = 1_000_000
 BEAT_S, LEASE_S = 0.4, 2.4

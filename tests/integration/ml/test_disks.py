@@ -13,7 +13,7 @@ import pytest
 
 from spark_elastic import LocalLauncher
 from spark_elastic.data.store import Store
-from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.processes import wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.fits import Fit

@@ -22,8 +22,8 @@ from torch import nn
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import trusted_files
+from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.ml.modules import Ids
 from tests.integration.processes import wait_for_file, wait_until
 from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of

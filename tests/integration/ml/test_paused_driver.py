@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.processes import children, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -23,8 +23,8 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.persistence import trusted_files
-from spark_elastic.ml.trust import TRUST_VARIABLE
 from spark_elastic.reporting.history import History
+from spark_elastic.runs.trust import TRUST_VARIABLE
 from tests.integration.ml.modules import Logging, TwoInputs
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))

@@ -15,8 +15,8 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, TrainingResult
+from spark_elastic.ml.training.spec import CheckpointPlan, TrainingResult
+from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
 

@@ -9,7 +9,7 @@ import pytest
 from spark_elastic.data.manifest import seal
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
-from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
+from spark_elastic.runs.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
 
 
 def contents(number: int, best: tuple[str, ...] = ()) -> Contents:
@@ -159,7 +159,7 @@ def test_hung_storage_holds_up_nobody_and_people_are_told(checkpoints, monkeypat
     assert [line.rpartition(" for ")[2] for line in said] == [f"{s} s; training continues" for s in (31, 62)]
     later = threading.Timer(0.1, lambda: clock.__setitem__(0, 100.0))
     later.start()
-    with pytest.raises(CheckpointError, match=r"not written to .* within 5 s; the fit ends without it"):
+    with pytest.raises(CheckpointError, match=r"not written to .* within 5 s; the training ends without it"):
         writer.drain(5.0)
     later.join()
     over.set()

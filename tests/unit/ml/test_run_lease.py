@@ -12,10 +12,10 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import RunTakenError
-from spark_elastic.ml import run_lease
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
 from spark_elastic.ml.run_folder import clear
-from spark_elastic.ml.run_lease import (
+from spark_elastic.runs import lease as run_lease
+from spark_elastic.runs.checkpoints import CheckpointFacts, Checkpoints, Contents, name_of
+from spark_elastic.runs.lease import (
     BEAT_S,
     LEASE_S,
     OWNERS,

@@ -14,7 +14,7 @@ from torch import nn
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.ml.persistence import _encode, plain_and_objects, warn_of_trust
 from spark_elastic.ml.saved_folder import StoreFolder
-from spark_elastic.ml.trust import TRUST_VARIABLE, granted
+from spark_elastic.runs.trust import TRUST_VARIABLE, granted
 
 
 def qualified(path: str) -> str:

@@ -18,8 +18,8 @@ import pytest
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import archives
 from spark_elastic.keras.functions import load_model
-from spark_elastic.ml import trust
 from spark_elastic.ml.keras import safe_objects, serialization
+from spark_elastic.runs import trust
 
 WEIGHTS = "model.weights.h5"
 

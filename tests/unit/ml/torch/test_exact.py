@@ -16,10 +16,9 @@ from torch import nn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
-from spark_elastic.ml.training.spec import CHECKPOINTS
+from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.torch import trainings
@@ -138,7 +137,7 @@ def optimizer_of(folder: Path) -> str:
 
 
 def trainings_state(file: bytes) -> Any:
-    from spark_elastic.ml.torch.serialization import from_bytes
+    from spark_elastic.runs.tensors import from_bytes
 
     return from_bytes(file)
 

@@ -18,6 +18,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.fidelity import differences
+from spark_elastic.runs.tensors import from_bytes
 from spark_elastic.wire.pickling import dumps
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings
 
@@ -247,7 +248,7 @@ def test_model_that_deepcopy_refuses_is_returned_and_saved(dataset: Dataset, cal
     x = torch.randn(3, 6)
     fitted.module.last = fitted.module(x)  # as a forward of the user's may keep it
     saved = serialization.pickled(fitted._objects()), fitted._files()["weights.pt"]
-    loaded = serialization.fill(pickle.loads(saved[0])["architecture"], serialization.from_bytes(saved[1]))
+    loaded = serialization.fill(pickle.loads(saved[0])["architecture"], from_bytes(saved[1]))
     assert torch.equal(loaded.eval()(x), fitted.module(x))
 
 
@@ -256,7 +257,7 @@ def test_shared_memory_is_still_shared_in_a_saved_model(dataset: Dataset) -> Non
     file = serialization.dumps({"architecture": serialization.hollow(net)}) or serialization.pickled(
         {"architecture": serialization.hollow(net)}
     )
-    weights = serialization.from_bytes(serialization.weights_to_bytes(net))
+    weights = from_bytes(serialization.weights_to_bytes(net))
     loaded = serialization.fill(pickle.loads(file)["architecture"], weights)
     assert not differences({"": net}, {"": loaded})
     assert torch.equal(loaded.down.weight, net.down.weight)

@@ -13,10 +13,10 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
-from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.spec import CheckpointPlan
+from spark_elastic.runs.checkpoints import Checkpoints
+from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training

@@ -26,13 +26,13 @@ from spark_elastic.errors import (
     StoreError,
 )
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_folder import collect_runs, transient_run
-from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.runs.checkpoints import Checkpoints
+from spark_elastic.runs.lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom

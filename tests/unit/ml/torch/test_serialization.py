@@ -14,6 +14,7 @@ from torch import nn
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback
 from spark_elastic.ml.torch import serialization
+from spark_elastic.runs import tensors
 
 
 class Own(nn.Module):
@@ -79,7 +80,7 @@ def test_file_that_would_run_code_is_refused_before_it_does(tmp_path: Path, monk
     with pytest.raises(CheckpointError, match="without trust"):
         serialization.loads(file.getvalue())
     with pytest.raises(CheckpointError, match=r"not what torch\.save has written"):
-        serialization.from_bytes(serialization.to_bytes(Evil))
+        tensors.from_bytes(tensors.to_bytes(Evil))
     assert not (tmp_path / "evil").exists()
 
 
@@ -89,7 +90,7 @@ def test_hollow_module_is_small_and_gets_its_weights_back() -> None:
     assert file is not None
     assert len(file) < 20_000
     filled = serialization.fill(
-        serialization.loads(file), serialization.from_bytes(serialization.weights_to_bytes(net))
+        serialization.loads(file), tensors.from_bytes(serialization.weights_to_bytes(net))
     ).eval()
     x = torch.randn(4, 1000)
     assert torch.equal(filled(x)[0], net.eval()(x)[0])

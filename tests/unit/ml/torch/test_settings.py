@@ -14,13 +14,12 @@ from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, HorovodInternalError, InvalidSettingsError, UsageError
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
-from spark_elastic.ml.training.spec import CHECKPOINTS
+from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, alone, make_net, make_training
 

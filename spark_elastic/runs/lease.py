@@ -52,7 +52,7 @@ _MAX_RIVALS = 8
 _JSON_TYPES = {"float": ("float", "int")}
 _FILE = re.compile(r"(\d{6,})-([0-9a-f]{32})\.json")
 
-log = logging.getLogger("spark_elastic.ml")
+log = logging.getLogger("spark_elastic.runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +272,15 @@ def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
     finally:
         _held.pop(run.address, None)
         lease.give_back()
+
+
+@contextmanager
+def opened_run(run: Store, known_token: int) -> Iterator[RunLease]:
+    """Hold the run as `held_run` does, and remove files that killed drivers have not completed."""
+    with held_run(run, known_token) as lease:
+        lease.check()
+        run.delete_unfinished()
+        yield lease
 
 
 def acquire(

@@ -24,13 +24,15 @@ from spark_elastic.redaction import redacted
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
-    from spark_elastic.ml.run_lease import Fence
+    from spark_elastic.runs.lease import Fence
 
-log = logging.getLogger("spark_elastic.ml")
+log = logging.getLogger("spark_elastic.runs")
 
 FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
+CHECKPOINTS = "checkpoints"
+"""In a run's folder: the folder of its checkpoints."""
 READ_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # between the attempts to read a file
 SLOW_S = 30.0  # a write that takes longer is shown, and again after twice the time
 PATIENCE_S = 2.0
@@ -134,8 +136,8 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"none of the checkpoints in {self.store} can be loaded, and a new start would replace them: "
-                f"{'; '.join(damaged)}. Bring one of them back from a copy, choose another run_id, or set resume=False "
-                "to delete them and start over"
+                f"{'; '.join(damaged)}. Bring one of them back from a copy, choose another run_id, or "
+                "delete them to start over (an estimator with resume=False does)"
             )
         return None
 
@@ -286,7 +288,7 @@ class CheckpointWriter:
     """Writes checkpoints on its own thread, one after the other, and keeps the newest ones.
 
     A checkpoint that cannot be written is logged and shown by `notify`, and training continues; `drain` raises the
-    error of the last one. While a write takes longer than `PATIENCE_S`, nobody waits for it: a checkpoint in the queue
+    error of the last one. While a write takes longer than `patience_s`, nobody waits for it: a checkpoint in the queue
     behind it gives way to the next one, unless it is the best by a followed value and the next one is not.
     """
 
@@ -296,8 +298,10 @@ class CheckpointWriter:
         keep: int,
         notify: Callable[[str], None] = lambda text: None,
         now: Callable[[], float] = clock.monotonic,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._checkpoints = checkpoints
+        self._patience_s = patience_s
         self._keep = keep
         self._notify = notify
         self._now = now
@@ -320,7 +324,7 @@ class CheckpointWriter:
     def submit(self, contents: Callable[[], Contents], step: int = 0, best: tuple[str, ...] = ()) -> None:
         """Queue a checkpoint, whose contents are made on the writer's thread."""
         with self._changed:
-            while best in self._waiting and (self._writing is None or self._now() - self._writing[1] < PATIENCE_S):
+            while best in self._waiting and self._is_patient():
                 self._changed.wait(0.1)
             left_out = self._waiting.pop(best, None)
             self._waiting[best] = (step, contents)
@@ -330,6 +334,9 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
+
+    def _is_patient(self) -> bool:
+        return self._writing is None or self._now() - self._writing[1] < self._patience_s
 
     def watch(self) -> None:
         """Show that a write takes long. To be called again and again while others work or wait."""
@@ -355,7 +362,7 @@ class CheckpointWriter:
             if self.busy:
                 raise CheckpointError(
                     f"the last checkpoint was not written to {self._checkpoints.store} within {timeout_s:.0f} s; the "
-                    "fit ends without it"
+                    "training ends without it"
                 )
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint could not be written: {self._error}") from self._error

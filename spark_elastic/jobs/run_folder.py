@@ -1,0 +1,106 @@
+"""The run folder of a job with `checkpoint_dir`: its lease, and where its loops resume from.
+
+::
+
+    <checkpoint_dir>/<run_id>/owners/              the lease, see `runs.lease`
+                              checkpoints/         of the first elastic loop of the function
+                              checkpoints-2/       of the second one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spark_elastic import clock
+from spark_elastic.data.shared_store import ensure_shared
+from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.data.store import Store
+from spark_elastic.driver.preflight import check_spark
+from spark_elastic.elastic.loop import WithCheckpoints
+from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
+from spark_elastic.errors import CheckpointError, StoreError
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.redaction import redacted
+from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
+from spark_elastic.runs.lease import RunLease, opened_run
+
+_ESTIMATORS_FILE = "run.json"  # the folders of estimators have it, see `ml.run_folder`
+_FOLDER = re.compile(rf"{CHECKPOINTS}(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run that this process holds; `resume` has the checkpoint that each loop resumes from."""
+
+    run: Store
+    run_id: str
+    lease: RunLease
+    resume: dict[int, CheckpointFacts]
+
+    def writing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function for the workers, whose loops write checkpoints and resume from them."""
+        return WithCheckpoints(function, RunCheckpoints(self.lease.fence, self.resume))
+
+    def in_words(self) -> str:
+        """Return a line about where the job begins."""
+        if not self.resume:
+            return f"commits are written to {self.run.url}; to resume, give the same checkpoint_dir and {self._named()}"
+        return f"resuming {self._named()} in {self.run.url} from {_steps(self.resume)}"
+
+    def resumable(self) -> str:
+        """Return what can be resumed now, to append to the message of an error."""
+        try:
+            found = _newest(self.run, lambda each: next(reversed(each.complete()), None))
+        except Exception as error:  # each kind of storage has its own
+            return f"; the checkpoints in {self.run.url} cannot be listed now ({redacted(error)})"
+        if not found:
+            return f"; nothing was committed in {self.run.url} yet"
+        return (
+            f"; {self._named()} in {self.run.url} has {_steps(found)}: call run again with the same checkpoint_dir and "
+            "run_id to resume from there"
+        )
+
+    def _named(self) -> str:
+        return f"run_id={self.run_id!r}"
+
+
+def open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder:
+    """Hold the run folder of a call with `checkpoint_dir` until `undo` is closed.
+
+    Raises RunTakenError if another driver holds the run, CheckpointError if all checkpoints of a loop are damaged or
+    the folder is that of an estimator, and StoreError if it cannot be used or the executors do not share it.
+    """
+    runs = Store.create(call.checkpoint_dir)
+    if call.launcher is None:
+        context = check_spark(call.spark)
+        if is_connect(context) and call.ship_package:
+            from spark_elastic.driver.connect.package import ship_package
+
+            ship_package(context)
+        ensure_shared(runs, context)
+    run_id = call.run_id or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+    run = runs.sub(run_id)
+    try:
+        lease = undo.enter_context(opened_run(run, Checkpoints(folder_of(run, 1)).newest_token()))
+        if run.exists(_ESTIMATORS_FILE):
+            raise CheckpointError(f"{run.url} is the folder of an estimator; choose another run_id")
+        return RunFolder(run, run_id, lease, _newest(run, Checkpoints.latest))
+    except OSError as error:
+        raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
+
+
+def _newest(run: Store, choose: Callable[[Checkpoints], CheckpointFacts | None]) -> dict[int, CheckpointFacts]:
+    """Return the checkpoint that is chosen of those of each loop, by the loop's number."""
+    loops = [int(found[1] or 1) for entry in run.list() if (found := _FOLDER.fullmatch(entry.path.strip("/")))]
+    chosen = {loop: choose(Checkpoints(folder_of(run, loop))) for loop in sorted(loops)}
+    return {loop: facts for loop, facts in chosen.items() if facts is not None}
+
+
+def _steps(points: dict[int, CheckpointFacts]) -> str:
+    loop = max(points)
+    return f"step {points[loop].step}" + (f" of loop {loop}" if loop > 1 else "")

@@ -1,0 +1,62 @@
+"""Tensors and plain values as bytes and back, with nothing among them that could run code."""
+
+from __future__ import annotations
+
+import io
+import numbers
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import CheckpointError
+from spark_elastic.runs import trust
+
+_PLAIN = (bool, int, float, str, bytes, complex, torch.dtype)
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Load what `to_bytes` has written. Raise CheckpointError if it is something else, or torch is not safe."""
+    trust.TORCH.check(torch.__version__)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"not what torch.save has written of tensors and plain values: {why}") from error
+
+
+def detached(value: Any, where: str, copy: bool = True) -> Any:
+    """Copy tensors and plain values, in dicts and lists, to the CPU, so that later steps do not change them.
+
+    With copy=False, the value is checked only, and shares its tensors. Raise CheckpointError, which names the value as
+    `where`, if it holds something that cannot be loaded without running code.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True) if copy else value
+    if value is None or type(value) in _PLAIN:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, detached(one, f"{where}.{key}", copy)) for key, one in value.items())
+    if isinstance(value, Counter):  # milestones of a learning rate scheduler
+        return Counter({key: int(one) for key, one in value.items()})
+    if isinstance(value, Mapping):
+        return {key: detached(one, f"{where}.{key}", copy) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        copies = [detached(one, f"{where}[{at}]", copy) for at, one in enumerate(value)]
+        return tuple(copies) if isinstance(value, tuple) else copies
+    raise CheckpointError(
+        f"{where} is of {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: only "
+        "tensors and plain values can be read back without running code"
+    )
