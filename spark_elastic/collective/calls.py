@@ -14,6 +14,7 @@ import torch
 
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.negotiation import Launched, Launching, Pending, until_done
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.reduction import ReduceOp
 from spark_elastic.errors import UsageError
 
@@ -44,6 +45,7 @@ class Handle:
         self._result: Any = None
         self._error: Exception | None = None
 
+    @in_one_thread
     def done(self) -> bool:
         if self._pending is not None:
             try:
@@ -52,6 +54,7 @@ class Handle:
                 self._fail(error)
         return all(work.is_completed() for work in self._works)
 
+    @in_one_thread
     def wait(self) -> Any:
         if self._error is not None:
             raise self._error

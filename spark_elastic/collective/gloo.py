@@ -36,6 +36,7 @@ from spark_elastic.collective.gloo_shutdown import (
 )
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -305,6 +306,7 @@ class GlooGroup:
 
     # --- collectives: all members launch them in the same order, and wait in any order ------------
 
+    @in_one_thread
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         """Launch an all-reduce of a contiguous tensor, which holds the result after `wait`; return the work.
 
@@ -318,6 +320,7 @@ class GlooGroup:
         options.reduceOp = op  # type: ignore[assignment]
         return self._launch("allreduce", [tensor], options)
 
+    @in_one_thread
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
         self._settle()
         options = dist.BroadcastOptions()
@@ -325,12 +328,14 @@ class GlooGroup:
         self.log.launched("broadcast", tensor, root)
         return self._launch("broadcast", [tensor], options)
 
+    @in_one_thread
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         """Launch an all-gather of tensors of equal size; `out` receives them in rank order. Return the work."""
         self._settle()
         self.log.launched("allgather", tensor, None)
         return self._launch("_allgather_base", out, tensor)
 
+    @in_one_thread
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
         """Launch an all-to-all; return the work. `received` and `sent` count the rows from and to each member."""
         self._settle()
@@ -348,6 +353,7 @@ class GlooGroup:
             self.log.stalled()
         self._link.blocked(begins)
 
+    @in_one_thread
     def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
         """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part.
 
@@ -361,6 +367,7 @@ class GlooGroup:
         self.wait(work)
         return [row.numpy().tobytes() for row in everyone]
 
+    @in_one_thread
     def wait(self, work: Any) -> None:
         """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         try:

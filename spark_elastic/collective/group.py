@@ -14,6 +14,7 @@ from spark_elastic.collective.combining import combinable
 from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.shared_memory import find_peers
 from spark_elastic.collective.shared_memory_reducer import (
     SharedMemoryReducer,
@@ -91,6 +92,7 @@ class Group(GlooGroup):
             return None
         return SharedMemoryReducer(found, self.round, SpinWait(self.check_alive, self.report_stall))
 
+    @in_one_thread
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
         if is_on_gpu(tensor):
@@ -111,6 +113,7 @@ class Group(GlooGroup):
             return self._gpu.launch(tensor, op)
         return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
 
+    @in_one_thread
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         if is_on_gpu(tensor):
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
@@ -131,6 +134,7 @@ class Group(GlooGroup):
             return launch_staged(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
         return super().alltoall(out, tensor, received, sent)
 
+    @in_one_thread
     def wait(self, work: Any) -> None:
         if isinstance(work, StagedWork):
             self.wait(work.inner)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -89,6 +90,7 @@ class CollectiveLog:
 
     # --- the rank that joins ------------------------------------------------------------------
 
+    @in_one_thread
     def join(self, group: GlooGroup) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self.joins)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from spark_elastic import clock
 from spark_elastic.collective.joining import STALL_S
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.errors import MismatchError, SparkElasticError, UsageError
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Negotiation:
         """True if a queued collective has to be launched before the next one that is not queued."""
         return bool(self._queue) and not self._busy
 
+    @in_one_thread
     def queue(
         self,
         kind: str,
@@ -159,6 +161,7 @@ class Negotiation:
         _in_use.add(self)
         return pending
 
+    @in_one_thread
     def launch(self, pending: Pending) -> Launched:
         """Block until all members have called this collective, and launch it.
 
@@ -176,6 +179,7 @@ class Negotiation:
         assert pending.launched is not None
         return pending.launched
 
+    @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:
@@ -185,6 +189,7 @@ class Negotiation:
                 if isinstance(pending.error, SparkElasticError):
                     raise pending.error
 
+    @in_one_thread
     def serve_others(self, work: Any) -> None:
         """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
 
@@ -193,10 +198,12 @@ class Negotiation:
         """
         self.serve_begun(work.is_completed)
 
+    @in_one_thread
     def serve_begun(self, is_over: Callable[[], bool]) -> None:
         """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
         self._serve(is_over, lambda other: other._comparison is not None, begin=False)
 
+    @in_one_thread
     def serve_until(self, is_over: Callable[[], bool]) -> None:
         """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
         self._serve(is_over, lambda other: bool(other._queue), begin=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.joining import FOREVER_S
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import Member
 from spark_elastic.wire import worker_link
@@ -275,6 +276,7 @@ class Process:
         assert self.assignment is not None
         return self._connect(name, self.assignment, ranks)
 
+    @in_one_thread
     def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
         assert self.link is not None
         me = assignment.world.member(assignment.worker)
