@@ -156,6 +156,7 @@ class ModelStateHandler(StateHandler):
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         own = self._own()
         modules = self._named_modules()
+        layout = [piece._replace(key=ModelTensor(*piece.key)) for piece in layout]  # a file has plain tuples
         wanted = {(piece.key.module, piece.key.name) for piece in layout}
         for key in own:
             if key.kind not in ("parameter", "state_dict") and (key.module, key.name) not in wanted:

@@ -82,6 +82,13 @@ def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_i
         watch.close()
 
 
+def test_executor_of_a_new_worker_adds_to_the_slots(cluster):
+    host = cluster.add_worker()
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    assert discovery.wait_for_slots(3, WAIT_S).now == 3
+    wait_until(lambda: host in discovery.find_available_hosts_and_slots(), WAIT_S, "the new host is listed")
+
+
 def test_decommissioned_executor_is_announced_while_its_agent_still_runs(cluster, tmp_path):
     events, before = queue.Queue(), Before()
     ends = Ends()
