@@ -8,7 +8,7 @@ import torch
 
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.handlers import digest
+from spark_elastic.elastic.digest import digest
 from spark_elastic.errors import MismatchError
 
 _BROADCAST = (

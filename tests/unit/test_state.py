@@ -11,8 +11,9 @@ import pytest
 from spark_elastic.collective.process import Process
 from spark_elastic.elastic.finish import LaterLoop, Loops
 from spark_elastic.elastic.loop import Entry, elastic_loop
+from spark_elastic.elastic.object_state import ObjectState
 from spark_elastic.elastic.plain_values import independent_copy
-from spark_elastic.elastic.state import ObjectState, State
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
 

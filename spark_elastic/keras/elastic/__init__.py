@@ -8,7 +8,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from spark_elastic.elastic import loop
 from spark_elastic.elastic.handlers import StateHandler
-from spark_elastic.elastic.state import ObjectState, State
+from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.fit import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.loop import run
-from spark_elastic.elastic.state import ObjectState, State
+from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.exact.shards import VirtualShard, VirtualWorkers, virtual_workers
 from spark_elastic.torch.elastic.sampler import ElasticSampler

@@ -10,7 +10,8 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic import clock
-from spark_elastic.elastic.handlers import TensorSpec, digest
+from spark_elastic.elastic.digest import digest
+from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.membership.topology import StateVersion
