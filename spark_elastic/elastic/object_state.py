@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.elastic.plain_values import PlainAttributes, check_names, check_same_names
+from spark_elastic.elastic.plain_values import PlainAttributes, check_names, check_same_names, unpicklable_named
 from spark_elastic.elastic.state import State
 
 
