@@ -103,6 +103,82 @@ def test_distributed_tape_returns_averaged_gradients():
         assert [name for name, right in checks.items() if not right] == []
 
 
+# --- clipping ---------------------------------------------------------------------------------------
+
+ROWS, CLIPPED_STEPS = 12, 3
+CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def clipped(gradients):
+    return tf.clip_by_global_norm(gradients, 0.05)[0]
+
+
+def training(optimizer, gradients_of, parts=1):
+    """Train two variables on the rows of this member, and return their values.
+
+    gradients_of: returns the gradients to apply, given a function that computes the loss of one of the parts of all
+    rows, and the variables.
+    """
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=(ROWS, 3)).astype("float32") * np.linspace(0.1, 3.0, ROWS, dtype="float32")[:, None]
+    y = x.sum(axis=1, keepdims=True)
+    slope, offset = tf.Variable(tf.zeros((3, 1))), tf.Variable([0.5])
+    variables = [slope, offset]
+    for _ in range(CLIPPED_STEPS):
+
+        def loss(part):
+            return tf.reduce_mean(tf.square(x[part::parts] @ slope + offset - y[part::parts]))
+
+        optimizer.apply_gradients(zip(gradients_of(loss, variables), variables, strict=True))
+    return [variable.numpy().reshape(-1).tolist() for variable in variables]
+
+
+def plain_gradients(loss, variables, part=0):
+    with tf.GradientTape() as tape:
+        value = loss(part)
+    return tape.gradient(value, variables)
+
+
+def clips():
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    sgd = tf.keras.optimizers.SGD
+
+    def of_the_tape(loss, variables):
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            value = loss(rank)
+        return clipped(tape.gradient(value, variables))
+
+    def own(loss, variables):
+        return plain_gradients(loss, variables, rank)
+
+    out = {"tape": training(sgd(0.1), of_the_tape, size)}
+    for clip in CLIPS:
+        out[clip] = training(hvd.DistributedOptimizer(sgd(0.1, **{clip: 0.05})), own, size)
+    out["between"] = training(hvd.DistributedOptimizer(sgd(0.1)), lambda *of: clipped(own(*of)), size)
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_clipping_after_the_reduction_is_that_of_one_process(count):
+    sgd = tf.keras.optimizers.SGD
+    one = {"tape": training(sgd(0.1), lambda *of: clipped(plain_gradients(*of)))}
+    for clip in CLIPS:
+        one[clip] = training(sgd(0.1, **{clip: 0.05}), plain_gradients)
+
+    def mean_of_clipped(loss, variables):
+        of_parts = [clipped(plain_gradients(loss, variables, part)) for part in range(count)]
+        return [sum(each) / count for each in zip(*of_parts, strict=True)]
+
+    one["between"] = training(sgd(0.1), mean_of_clipped, count)  # clipped before: each worker clips its own
+    for result in together(clips, count=count):
+        for way, wanted in one.items():
+            for own, right in zip(result[way], wanted, strict=True):
+                assert own == pytest.approx(right, rel=1e-4), way
+    same = np.allclose(one["between"][0], one["tape"][0], rtol=1e-3)
+    assert same == (count == 1)
+
+
 # --- a lost peer ----------------------------------------------------------------------------------
 
 
