@@ -62,6 +62,10 @@ class KerasState(ElasticState):
     def _before_joining(self) -> None:
         self._steps.rehearse()
 
+    def _function_begins(self) -> None:
+        self._steps.drop_passes()  # those before the loop, which members have made unequally often
+        super()._function_begins()
+
     def _recover(self, error: HorovodInternalError) -> None:
         self.fit_callbacks.left()
         super()._recover(error)
@@ -152,8 +156,7 @@ class KerasSteps(OptimizerSteps):
 
     def undo(self, plain: dict[str, Any]) -> str:
         self.count()
-        for steps in self._accumulating():
-            steps.drop()
+        self.drop_passes()
         changed = super().undo(plain)
         if self.fit.marks and self.snapshots.snapshot.restore():
             changed = ""
@@ -167,6 +170,11 @@ class KerasSteps(OptimizerSteps):
                 return "model.fit has ended since the last mark"
             backend.restore_values(*self._copies)
         return changed
+
+    def drop_passes(self) -> None:
+        """Discard the gradients accumulated for unfinished steps."""
+        for steps in self._accumulating():
+            steps.drop()
 
     def _built(self) -> None:
         """Add the variables that were created since the last commit and mark to these, with their initial values."""
