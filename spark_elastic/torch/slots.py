@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +38,8 @@ CONVERTED = (
     "the type or device of parameters has changed since gradients were reduced; make the DistributedOptimizer after "
     "model.to(), model.double() and the like"
 )
+_unscaling: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+"""The scalers that have unscaled gradients since the last loss."""
 _owners = WeakTensorKeyDictionary()
 """A weak reference to the owner of each parameter, and the handles of its hooks."""
 
@@ -153,8 +155,27 @@ def abandon_steps() -> None:
     """Drop the gradients of the present steps of all reducers in this process, and that `GradScaler`s unscaled them."""
     for reducer in reducers():
         reducer.abandon()
-    for scaler in [found for found in gc.get_objects() if issubclass(type(found), GradScaler) and found.is_enabled()]:
+    for scaler in list(_unscaling):
         scaler._per_optimizer_states.clear()
+    _unscaling.clear()
+
+
+def _noting(unscale: Callable[..., None]) -> Callable[..., None]:
+    """Return `GradScaler.unscale_` that notes the scaler, which refuses to unscale once more when a step is repeated.
+
+    A scaler may be outside of every state, and nothing else tells of it.
+    """
+
+    @functools.wraps(unscale)
+    def unscale_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        if scaler.is_enabled():
+            _unscaling.add(scaler)
+        unscale(scaler, optimizer)
+
+    return unscale_
+
+
+GradScaler.unscale_ = _noting(GradScaler.unscale_)  # type: ignore[method-assign]
 
 
 def _hook(owner: weakref.ref[Any], method: str, *args: Any) -> Callable[..., None]:
