@@ -137,6 +137,7 @@ def waits_for(how: str):
         else:
             hvd.shutdown()
             return None
+    tell("waits")
     start = time.perf_counter()
     try:
         hvd.allreduce(torch.ones(200_000))
@@ -148,7 +149,7 @@ def waits_for(how: str):
 def test_a_peer_that_is_gone_ends_the_wait(how):
     with WorldDriver(start_with=3) as driver:
         driver.start(waits_for, how, count=3)
-        driver.wait(lambda: driver.told("gone"))
+        driver.wait(lambda: driver.told("gone") and len(driver.told("waits")) == 2)  # all have left the barrier
         if how == "stopped":
             driver.evict(2)
         for seconds in driver.results(2 if how != "has left" else 3):
