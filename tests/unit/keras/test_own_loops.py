@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import keras
 import pytest
 import tensorflow as tf
@@ -11,8 +9,8 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
-from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.world_link import die, link
+from tests.unit.worlds import together
 
 STEPS = 8
 
@@ -487,41 +485,3 @@ def test_a_step_that_builds_the_model_and_fails_twice_leaves_no_running_means(ho
         step(number)
     for own, wanted in zip(variables, plain.variables, strict=True):
         assert tf.reshape(own, [-1]).numpy().tolist() == pytest.approx(tf.reshape(wanted.value, [-1]).numpy(), abs=1e-4)
-
-
-def joins_with_passes(size, warm_up, at):
-    """Two passes a step, and a commit after each. Two members wait before the pass `at` until a third comes."""
-    plain = keras.optimizers.SGD(1.0)
-    model, optimizer, step = counter_of_batches(
-        size, hvd.DistributedOptimizer(plain, backward_passes_per_step=2, average_aggregated_gradients=False)
-    )
-    for _ in range(warm_up):
-        step(tf.constant(0))
-    model.layers[0].kernel.assign(tf.zeros((size, 1)))
-    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append(state.batch)
-        while state.batch < size:
-            if state.batch == 4:
-                tell("trains", True)
-            while state.batch == at and hvd.size() == 2 and not link().updates_seen():
-                time.sleep(0.01)
-            step(tf.constant(state.batch))
-            state.batch += 1
-            state.commit()
-        return trained(model), hvd.size(), entered[-1] % 2
-
-    return loop(state)
-
-
-@pytest.mark.parametrize(("warm_up", "at"), [(0, 7), (1, 7), (1, 8)])
-def test_each_pass_counts_once_when_a_worker_joins_between_two(warm_up, at):
-    size = 16
-    with WorldDriver(start_with=2) as driver:
-        driver.start(joins_with_passes, size, warm_up, at, count=2)
-        driver.wait(lambda: driver.told("trains"))
-        driver.start(joins_with_passes, size, warm_up, at)
-        assert driver.results(3) == [([1.0] * size, 3, 0)] * 3
