@@ -64,10 +64,22 @@ BUGS = (
 )
 
 
-def first_difference(package_in: Path, env: dict[str, str], loops: str = "user_loops") -> str:
+CAUGHT_BY = {
+    "values stay as they are where only the interrupted step is repeated": ("user_loops", 1),
+    "plain values stay as they are when tensors return to the commit": ("user_loops", 1),
+    "a commit copies nothing, and what is restored is what there is": ("user_loops", 1),
+    "parameters that were written to count as unchanged": ("user_loops", 12),
+    "running means of the interrupted step stay": ("wide_loops", 22),
+    "plain values go back to the first mark": ("user_loops", 4),
+    "a mark between the passes of a step counts": ("user_loops", 20),
+}
+"""The loops and the first seed that catch each bug: others take minutes to find one."""
+
+
+def first_difference(package_in: Path, env: dict[str, str], loops: str, first: int, last: int) -> str:
     """Return the first difference that `user_loops` or `wide_loops` finds with the package in this folder."""
     env = {**os.environ, **env, "PYTHONPATH": f"{package_in}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.simulation.{loops}", *map(str, SEEDS)]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.simulation.{loops}", str(first), str(last)]
     done = subprocess.run(command, cwd=package_in, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -75,7 +87,7 @@ def first_difference(package_in: Path, env: dict[str, str], loops: str = "user_l
 
 @pytest.mark.parametrize("loops", LOOPS)
 def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed(loops):
-    assert first_difference(ROOT, {}, loops) == ""
+    assert first_difference(ROOT, {}, loops, *SEEDS) == ""
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
@@ -85,5 +97,5 @@ def test_a_planted_bug_is_caught(tmp_path, bug):
     source = module.read_text()
     assert source.count(bug.right) == 1, f"{bug.right!r} is {source.count(bug.right)} times in {bug.module}"
     module.write_text(source.replace(bug.right, bug.wrong))
-    found = (first_difference(tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"}, loops) for loops in LOOPS)
-    assert any("seed" in difference for difference in found)
+    loops, seed = CAUGHT_BY[bug.what]
+    assert "seed" in first_difference(tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"}, loops, seed, seed)
