@@ -14,6 +14,7 @@ def train(steps):
     import spark_elastic.torch as hvd
 
     hvd.init()
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     for _ in range(steps[hvd.rank()]):
