@@ -19,7 +19,7 @@ from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
-from spark_elastic.elastic.mark import StepCounter
+from spark_elastic.elastic.mark import of_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.membership.topology import StateVersion
@@ -238,7 +238,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         return result
 
     def call_until_done(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
-        outer, StepCounter.of_loop = StepCounter.of_loop, state._counter
+        outer = of_loop.set(state._counter)
         state._counter.in_loop = True
         try:
             while True:
@@ -260,7 +260,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     state._interrupted()
                 entry = frontend.rejoin(state.version)
         finally:
-            StepCounter.of_loop = outer
+            of_loop.reset(outer)
             state._loop_over()
 
     functools.update_wrapper(wrapper, func)

@@ -9,10 +9,14 @@ commit together. `OptimizerSteps` is the part of this that depends on the framew
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextvars import ContextVar
+from typing import Any
 
 from spark_elastic.elastic.handlers import Handlers
 from spark_elastic.membership.topology import StateVersion
+
+of_loop: ContextVar[StepCounter | None] = ContextVar("of_loop", default=None)
+"""The counter of the state whose loop is running in this thread."""
 
 
 class StepCounter:
@@ -21,9 +25,6 @@ class StepCounter:
     Args:
         report: A function to call with each new version.
     """
-
-    of_loop: ClassVar[StepCounter | None] = None
-    """That of the state whose loop is running."""
 
     def __init__(self, report: Callable[[StateVersion], None]) -> None:
         self.version: StateVersion | None = None
