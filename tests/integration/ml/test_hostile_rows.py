@@ -408,8 +408,13 @@ def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any, monk
 
 @SAME_FOR_BOTH
 def test_transform_says_which_rows_are_wrong(model: Any, spark: Any) -> None:
-    with pytest.raises(PySparkException, match=r"column 'a': 1 of .* too large .*handle_invalid='skip' leaves such"):
-        model.transform(rows(spark).withColumn("a", F.expr("if(a = 3, 1e300D, a)"))).collect()
+    for value, complaint in (
+        ("1e300D", "too large such as"),
+        ("null", "have null .*handle_invalid='skip' leaves such"),
+    ):
+        with pytest.raises(PySparkException) as late:
+            model.transform(rows(spark).withColumn("a", F.expr(f"if(a = 3, {value}, a)"))).collect()
+        assert re.search(f"column 'a': 1 of .*{complaint}", str(late.value), re.DOTALL), late.value
 
 
 @SAME_FOR_BOTH
