@@ -22,10 +22,10 @@ from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.shared_memory_reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
-from spark_elastic.torch import backward, slots, stamp
+from spark_elastic.torch import backward, parameters, stamp
 from spark_elastic.torch.backward import Backward
+from spark_elastic.torch.parameters import GradientSlot
 from spark_elastic.torch.replicas import check_equal
-from spark_elastic.torch.slots import GradientSlot
 from spark_elastic.torch.sparse import gather_entries
 from spark_elastic.torch.stamp import Stamp
 
@@ -114,7 +114,7 @@ class BackwardReducer:
         self._scalars_width = 0
         self.before_step: list[Callable[[], None]] = []
         """Functions to call when the gradients are complete and the optimizer begins to step."""
-        for other in slots.reducers():
+        for other in parameters.reducers():
             other._agreed_on = None, 0
         self.add(params)
 
@@ -126,7 +126,7 @@ class BackwardReducer:
         """
         for param in params:
             index = len(self._slots)
-            node = slots.observe(self, param, index, before_each=self.op is Sum)
+            node = parameters.observe(self, param, index, before_each=self.op is Sum)
             self._slots.append(GradientSlot(param, node=node))
             self._unseen.add(id(param))
             self.names.setdefault(id(param), f"parameter {index}")
@@ -135,7 +135,7 @@ class BackwardReducer:
     def detach(self) -> None:
         """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
         for slot in self._slots:
-            slots.stop_observing(self, slot.param)
+            parameters.stop_observing(self, slot.param)
             slot.bucket = None
         self._buckets, self._made_for, self._group = [], None, None
 
@@ -157,7 +157,7 @@ class BackwardReducer:
         A step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
         """
         waits = self._newest is not None and not self._newest.used
-        return self._left != self.passes or (waits and slots.are_finite(self._slots))
+        return self._left != self.passes or (waits and parameters.are_finite(self._slots))
 
     def computed(self, index: int) -> None:
         """Note that backward has added to the gradient of this parameter; send the buckets that are full."""
@@ -189,7 +189,7 @@ class BackwardReducer:
                 "the loss that is made of them"
             )
         if self.op is Sum and self._results:  # without `set_aside`, whose hook ends when a parameter is converted
-            raise UsageError(slots.CONVERTED)
+            raise UsageError(parameters.CONVERTED)
         self._graph = graph
         if not backward.await_end(self):
             self._at_end = self._left > 1 or self._nested or self._is_one_of_many or self._needs_agreement()
@@ -226,7 +226,7 @@ class BackwardReducer:
     def _send(self, bucket: Bucket) -> None:
         assert self._group is not None
         if any((param.dtype, param.device) != (bucket.flat.dtype, bucket.flat.device) for param in bucket.params):
-            raise UsageError(slots.CONVERTED)
+            raise UsageError(parameters.CONVERTED)
         if bucket.flags is not None:
             bucket.flags.copy_(self._stamp.to_send(process.update_pending))
         if bucket.piggyback is not None and self._scalars is not None:
@@ -270,12 +270,11 @@ class BackwardReducer:
     def complete_step(self) -> None:
         """Reduce what is not reduced yet: `backward` reported no gradients of this step, or not from all its passes.
 
-        Raises:
-            Errors of `complete`.
+        Raises the errors of `complete`, and UsageError within backward or if reduced gradients were replaced.
         """
         if torch._C._current_graph_task_id() != -1:
             raise UsageError("a DistributedOptimizer cannot step within backward, in a hook; call step() after it")
-        replaced = self.reduced and any(map(slots.has_other, self._slots, self._results))
+        replaced = self.reduced and any(map(parameters.has_other, self._slots, self._results))
         if replaced and self.op is Sum:
             raise UsageError(
                 "param.grad was replaced after its reduction, and would be summed again; change it in place, or call "
@@ -338,11 +337,10 @@ class BackwardReducer:
                 process.saw_update(process.update_pending)
         else:
             if not self.launched:
-                slots.check_frozen(self._slots, self._results)
+                parameters.check_frozen(self._slots, self._results)
                 if self.op is Sum:
                     self.set_aside()
-                if self._needs_agreement():
-                    self._prepare(group)
+                self._prepare(group)
             if self._is_one_of_many:
                 agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
             self._reduce(group)
@@ -351,7 +349,9 @@ class BackwardReducer:
                 grad = slot.param.grad
                 slot.param.grad = slot.before if grad is None else grad + slot.before
         self._rearm()
-        self._results = [slot.param.grad for slot in self._slots if group is not None]
+        self._results = []
+        if group is not None:
+            self.accept()
         self.reduced = True
         self.reductions += 1
         self._stamp.reduced()
@@ -379,7 +379,7 @@ class BackwardReducer:
         self._see_gradients()
         known = self._sparse | self._made_dense
         kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self._unseen) for slot in self._trained]
-        several, number, is_new = int(len(slots.reducers()) > 1), self.number, int(self._is_new)
+        several, number, is_new = int(len(parameters.reducers()) > 1), self.number, int(self._is_new)
         detail = [*kinds, several, number, is_new]
         if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
             of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")

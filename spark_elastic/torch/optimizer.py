@@ -21,7 +21,7 @@ from spark_elastic.collective.reduction import (
 )
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
-from spark_elastic.torch.slots import holds
+from spark_elastic.torch.parameters import holds
 
 stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
 """The optimizers that have made a step since an elastic state looked last."""

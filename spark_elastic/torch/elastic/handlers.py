@@ -1,4 +1,4 @@
-"""Handlers copy, restore and synchronise modules, optimizers, parameters, samplers and gradient scalers."""
+"""Handlers copy, restore and synchronise modules, optimizers, single parameters and samplers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ModelStateHandler(StateHandler):
     def present(self) -> tuple[Layout, list[torch.Tensor]]:
         layout, tensors = [], []
         for key, tensor in self._own().items():
-            value = torch.empty(0) if tensor is None else tensor
+            value = torch.empty(0, device="cpu") if tensor is None else tensor
             layout.append(TensorSpec(key, tuple(value.shape), value.dtype, False))
             tensors.append(value)
         return layout, tensors
@@ -186,7 +186,7 @@ class ModelStateHandler(StateHandler):
             module._non_persistent_buffers_set.add(name)
         if piece.key.kind == "empty buffer":
             buffers[name] = None
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         if buffer is None or tuple(buffer.shape) != piece.shape or buffer.dtype != piece.dtype:
             some = buffer if buffer is not None else next(iter(self.value.parameters()), None)
             buffer = torch.empty(piece.shape, dtype=piece.dtype, device="cpu" if some is None else some.device)

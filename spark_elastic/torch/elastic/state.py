@@ -33,8 +33,8 @@ from spark_elastic.torch.elastic.handlers import (
 )
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
+from spark_elastic.torch.parameters import abandon_steps
 from spark_elastic.torch.replicas import check_equal
-from spark_elastic.torch.slots import abandon_steps
 
 log = logging.getLogger("spark_elastic.torch")
 
