@@ -56,8 +56,8 @@ class Bucket:
             round them.
         given: an element of `flat` for each gradient: the number of members that gave one, or what rounding leaves of
             that number, which is never 0.
-        flags: elements of `flat` that are summed as they are; None if there are none. The first one says that the
-            driver has announced a coming world.
+        flags: the last elements of `flat`, which are summed without scaling; None if the bucket has none. The first
+            element is 1 on a member to which the driver has announced a coming world.
         after: the factor to multiply `flat` by after the sum.
     """
 

@@ -273,9 +273,10 @@ class Negotiation:
             del self._queue[pending.key]
 
     def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], begin: bool) -> None:
-        """Compare the queues of those other groups that need it, whose members may wait for it, until `is_over()`.
+        """Compare the queues of the other groups for which `needs` returns True, because their members may wait.
 
-        This ends, too, when there is none. `begin`: also begin comparisons, and not only complete those in progress.
+        Return when `is_over()` returns True, or when no group needs it. If `begin` is False, only complete comparisons
+        that are in progress.
         """
         began, stalled = clock.monotonic(), False
         try:

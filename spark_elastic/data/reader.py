@@ -111,12 +111,12 @@ def least_cache_of_reader(
 
 
 def _group_batches(rows: int, row_bytes: int) -> int:
-    """Return the batches that are gathered together if a batch has so many rows."""
+    """Return how many batches of `rows` rows, of `row_bytes` bytes each, are gathered together."""
     return max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes) // max(1, rows))
 
 
 def _groups_ahead(batches: int, prefetch: int) -> int:
-    """Return the groups of so many batches that are gathered ahead."""
+    """Return how many groups of `batches` batches are gathered ahead."""
     wanted = -(-prefetch // batches)
     # with one group, the thread waits for the consumer before it begins the next one
     return max(2, wanted) if prefetch and batches > 1 else wanted

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import keras
 import pytest
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
+from tests.integration.processes import wait_until
 from tests.unit.keras.test_own_loops import counter_of_batches, trained
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
@@ -32,8 +31,8 @@ def joins_with_passes(size, warm_up, at):
         while state.batch < size:
             if state.batch == 4:
                 tell("trains", True)
-            while state.batch == at and hvd.size() == 2 and not link().updates_seen():
-                time.sleep(0.01)
+            if state.batch == at and hvd.size() == 2:
+                wait_until(link().updates_seen, 60, "the driver announces a newcomer")
             step(tf.constant(state.batch))
             state.batch += 1
             state.commit()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import threading
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.one_thread import OneThread, one_thread
 from spark_elastic.errors import UsageError
+from tests.integration.processes import wait_until
 from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import link
 
@@ -22,8 +22,7 @@ def second_thread_calls(call):
     refused, handle = [], hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
 
     def call_meanwhile():
-        while one_thread.inside is not threading.main_thread():
-            time.sleep(0.001)
+        wait_until(lambda: one_thread.inside is threading.main_thread(), 60, "the main thread waits for rank 1")
         try:
             {"allreduce": lambda: hvd.allreduce(torch.ones(1)), "wait": handle.wait, "poll": lambda: hvd.poll(handle)}[
                 call
@@ -79,7 +78,6 @@ def test_threads_of_a_framework_are_let_in(foreign_first):
             _thread.start_new_thread(enter, ())
             assert entered.wait(60.0)
             assert guard.inside is threading.current_thread()
-    while guard.inside is not None:
-        time.sleep(0.001)
+    wait_until(lambda: guard.inside is None, 60, "the other thread has left")
     with guard:
         assert guard.inside is threading.current_thread()
