@@ -57,6 +57,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __init__(
         self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
     ) -> None:
+        self.depth = depth
         self._on_close = on_close
         self._room = threading.Semaphore(depth)
         self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()

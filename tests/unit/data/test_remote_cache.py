@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import re
@@ -26,6 +27,7 @@ from spark_elastic.data.remote_cache import CachedSplit
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
+from tests.integration.processes import wait_until
 from tests.leftovers import Before, nothing_left
 from tests.unit.data.datasets import labels, numbered
 
@@ -76,10 +78,13 @@ def opened(dataset, cache, limit=None, least=0):
 
 
 def cached_bytes(folder):
+    """Return the bytes on the disk; nobody makes room meanwhile, so none is counted that went for another one."""
     total = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # renamed, or deleted, since it was listed
-            total += path.stat().st_blocks * 512
+    with (folder / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # renamed, or deleted, since it was listed
+                total += path.stat().st_blocks * 512
     return total
 
 
@@ -164,8 +169,7 @@ def test_workers_of_a_host_that_read_in_the_order_of_the_files_fit_into_the_leas
 def until_nothing_is_gathered(reader):
     """Wait until a reader has gathered as many groups as it keeps ready."""
     for running in list(reader._running):
-        with running._changed:
-            assert running._changed.wait_for(lambda r=running: r._ended or len(r._items) >= r._depth, 60)
+        wait_until(lambda each=running: each._ready.qsize() >= each.depth or not each._thread.is_alive(), 60, "full")
 
 
 def test_shard_in_use_is_not_deleted_and_the_reader_says_what_is_needed(tmp_path, monkeypatch):
