@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -54,7 +55,7 @@ def build(sizes: Sequence[int]) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False) -> Callable[[int], None]:
     features = next(p for p in model.parameters()).shape[1]
     x, y = torch.randn(BATCH, features), torch.randint(0, 10, (BATCH,))
 
@@ -62,6 +63,8 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int
         for _ in range(steps):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
     return run
@@ -85,19 +88,26 @@ def contenders(sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
     state._counter.in_loop = True  # as under hvd.elastic.run
     one = stepper(ours, optimizer)
 
-    def with_commit(steps: int) -> None:
-        for _ in range(steps):
-            one(1)
-            state.batch += 1
-            state.commit()
+    def marking(mark: Callable[[], None]) -> Callable[[int], None]:
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                one(1)
+                state.batch += 1
+                mark()
+
+        return run
 
     ddp = DistributedDataParallel(theirs)
+    its = sgd(ddp)
     return {
         "no reduction": stepper(plain, sgd(plain)),
-        "ddp": stepper(ddp, sgd(ddp)),
+        "ddp": stepper(ddp, its),
+        "ddp, clipped": stepper(ddp, its, clip=True),
         "spark_elastic": one,
+        "spark_elastic, clipped": stepper(ours, optimizer, clip=True),
         "spark_elastic, Gloo": through_gloo(one),
-        "spark_elastic, commit every step": with_commit,
+        "spark_elastic, check every step": marking(state.check_host_updates),
+        "spark_elastic, commit every step": marking(state.commit),
     }
 
 
@@ -134,7 +144,10 @@ def worker(rank: int, port: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("ddp", store), rank=rank, world_size=2)
     worker_link.install(FixedLink(dist.PrefixStore("ours", store), rank, [ADDRESS] * 2))
     hvd.init()
-    models = {name: measure(contenders(MODELS[name]), args.rounds, args.steps) for name in args.models}
+    models = {}
+    for name in args.models:
+        gc.collect()  # with an optimizer of the last model, each reduction would be announced
+        models[name] = measure(contenders(MODELS[name]), args.rounds, args.steps)
     hvd.barrier()
     hvd.shutdown()
     dist.destroy_process_group()
