@@ -167,6 +167,7 @@ def _cell(text: str) -> str:
 
 
 CAPTIONS = {
+    "allreduce.json": "one reduction by size, against Gloo",
     "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
@@ -187,55 +188,21 @@ CAPTIONS = {
     "start-local-cluster-kept.json": "from the call to the first step, with keep_workers, local-cluster",
     "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
     "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
+    "step_time.json": "a step, against DistributedDataParallel",
     "transform.json": "rows a second of a fitted model, 1 M rows",
     "workloads.json": "from a DataFrame to a model: rows a second and core, beside the same model on tensors in memory",
 }
 
 
 def results() -> str:
-    """Every series of every file in `benchmarks/results`, with the machine's load when it was measured."""
-    parts: list[str] = []
+    """Return a row for each file in `benchmarks/results`, with the machine's load when it was measured."""
+    rows = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text())
-        if "series" in document:
-            parts += _series_of(path.name, document)
-        elif "models" in document:
-            parts += _step_times(path.name, document)
-    return "\n".join(parts)
-
-
-def _series_of(name: str, document: dict[str, Any]) -> list[str]:
-    machine = document["machine"]
-    load = machine.get("load_average_1min")
-    rows = [
-        f"| {_cell(s['name'])} | {s['unit']} | {_number(s['p50'])} | {_number(s['p99'])} | {s['count']} |"
-        for s in document["series"]
-    ]
-    when = f"{machine['when'][:10]}, {machine['cores']} cores, load {load}"
-    return [
-        f"**`{name}`**: {CAPTIONS[name]} ({when})" if name in CAPTIONS else f"**`{name}`** ({when})",
-        "",
-        "| what | unit | p50 | p99 | measured |",
-        "|---|---|---|---|---|",
-        *rows,
-        "",
-    ]
-
-
-def _step_times(name: str, document: dict[str, Any]) -> list[str]:
-    rows = [
-        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each['ratio_to_ddp'])} |"
-        for model, ways in document["models"].items()
-        for way, each in ways.items()
-    ]
-    return [
-        f"**`{name}`** ({document['what']}; {document['cores']} cores, load {document['load'][0]:.2f})",
-        "",
-        "| model: way | median, ms | of DDP's |",
-        "|---|---|---|",
-        *rows,
-        "",
-    ]
+        machine = document["machine"] if "series" in document else {}
+        when, load = machine.get("when", "")[:10], machine.get("load_average_1min", document.get("load", [""])[0])
+        rows.append(f"| `{path.name}` | {CAPTIONS[path.name]} | {when} | {load} |")
+    return "\n".join(["| file | what | when | load |", "|---|---|---|---|", *rows, ""])
 
 
 def storms() -> str:
