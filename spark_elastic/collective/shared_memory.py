@@ -60,7 +60,7 @@ FUTEX_AVAILABLE = _SYS_FUTEX is not None and sys.byteorder == "little"
 """True where Python can synchronise through counters in shared memory. futex compares the low half of a counter."""
 REORDERS = platform.machine() not in ("x86_64", "AMD64")
 """True if a core may make stores visible, and perform loads, in another order than the program's. x86-64 does neither;
-see docs/decisions/a-lock-is-the-memory-fence.md."""
+see docs/decisions/11-memory-barrier.md."""
 
 _WAIT, _WAKE = 0, 1
 _ALL_SLEEPERS = 0x7FFFFFFF

@@ -27,7 +27,7 @@ class BusListener:
     No Python code runs in Spark's listener. A Python callback would need Py4J's callback server, would leave a thread
     and a socket behind in both processes each time it is removed, and every event of every job would cross into
     Python. Instead the JDK's own `java.beans.EventHandler` implements the listener inside the JVM
-    (docs/decisions/executor-listener.md).
+    (docs/decisions/02-host-discovery.md).
 
     Registered from its construction until `close`.
 

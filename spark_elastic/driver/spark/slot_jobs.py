@@ -1,7 +1,7 @@
 """SlotJobs: Spark jobs of one task each that need no thread. One caller submits them all and hears of all their ends.
 
 PySpark's own actions block until their job is over. Here a job is submitted with `collectAsync` of Spark's Java API,
-and its end is noticed by a listener in the JVM (docs/decisions/slot-jobs.md).
+and its end is noticed by a listener in the JVM (docs/decisions/03-slot-jobs.md).
 """
 
 from __future__ import annotations
