@@ -74,9 +74,3 @@ def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster)
     wait_until(lambda: len(servers(cluster)) == 2, GONE_S, "both executors have a server")
     prepared = servers(cluster)
     assert {server for server, *_ in run(where_it_runs, **settings)} == prepared
-
-
-def test_nothing_is_kept_unless_asked_for(jobs, cluster):
-    pids = [pid for *_, pid in run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0)]
-    assert not servers(cluster)
-    wait_for_end(pids)
