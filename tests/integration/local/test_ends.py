@@ -11,7 +11,7 @@ from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.local import ends
 from tests.integration.processes import wait_until
 
-PREIMPORT = ("torch", "torch._dynamo", "spark_elastic.torch")
+PREIMPORT = ("torch", "spark_elastic.torch")
 WAIT_S = 90
 
 

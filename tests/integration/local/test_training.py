@@ -10,7 +10,7 @@ from spark_elastic.membership.timeline import WorldStarted
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import assert_as_undisturbed
 
-PREIMPORT = ("torch", "torch._dynamo")
+PREIMPORT = ("torch",)
 
 
 @pytest.fixture(scope="module")
