@@ -23,7 +23,7 @@ from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
 from spark_elastic.torch.parameters import holds
 
-stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
+stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 """The optimizers that have made a step since an elastic state looked last."""
 
 

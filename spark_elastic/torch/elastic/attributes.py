@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,9 @@ OF_OPTIMIZERS = frozenset(
 """Attributes of all optimizers, and of a `DistributedOptimizer`."""
 
 _MISSING = object()
+_COLLECTIONS = frozenset({list, tuple, set, deque})
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class ChangedAttributes:
@@ -77,24 +81,25 @@ class ChangedAttributes:
                 del vars(owner)[own]
         for (key, name), value in changed.items():
             if key in owners:
-                vars(owners[key])[name] = independent_copy(value)
+                own = vars(owners[key])
+                own[name] = put(own.get(name), value, torch.device("cpu"))
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for numbers, strings and None, and for lists, tuples, sets and dictionaries of them."""
+    """Return True for numbers, strings and None, and for lists, tuples, sets, deques and dictionaries of them."""
     if is_atom(value):
         return True
     kind = type(value)
-    if kind is list or kind is tuple or kind is set:
+    if kind in _COLLECTIONS:
         return all(map(is_plain, value))
-    if kind is dict:
+    if kind in _MAPPINGS:
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
     return isinstance(value, np.generic)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor] | None:
-    """Return the tensors in nested containers; None if these hold anything else that is not plain."""
-    if isinstance(value, torch.Tensor):
+def changed_in_place(value: Any) -> list[Any] | None:
+    """Return the tensors, arrays and random number generators in nested containers; None if there are other objects."""
+    if isinstance(value, (torch.Tensor, np.ndarray, *_GENERATORS)):
         return [value]
     if is_plain(value):
         return []
@@ -104,9 +109,9 @@ def tensors_in(value: Any) -> list[torch.Tensor] | None:
         items = list(value)
     else:
         return None
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     for item in items:
-        inner = tensors_in(item)
+        inner = changed_in_place(item)
         if inner is None:
             return None
         found += inner
@@ -114,7 +119,7 @@ def tensors_in(value: Any) -> list[torch.Tensor] | None:
 
 
 def put(own: Any, value: Any, device: torch.device) -> Any:
-    """Copy `value`, nested containers of tensors, into `own` where that fits, and return what has the values now.
+    """Copy `value`, nested containers of tensors and plain values, into `own` where that fits; return what has it now.
 
     Args:
         own: The present value.
@@ -128,7 +133,7 @@ def put(own: Any, value: Any, device: torch.device) -> Any:
             return own
         fresh = value.detach().clone()
         return fresh if fresh.device.type == "cpu" else fresh.to(device)
-    if isinstance(value, dict) and type(own) is type(value):
+    if isinstance(value, dict) and isinstance(own, dict):
         items = {key: put(own.get(key), item, device) for key, item in value.items()}
         own.clear()
         own.update(items)

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec, copy_all
-from spark_elastic.elastic.plain_values import independent_copy
+from spark_elastic.elastic.plain_values import independent_copy, is_atom
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.attributes import (
     OF_MODULES,
     OF_OPTIMIZERS,
     ChangedAttributes,
+    changed_in_place,
     is_plain,
     metric_states,
     put,
-    tensors_in,
 )
 
 
@@ -290,13 +290,35 @@ class OptimizerStateHandler(StateHandler):
         self._handlers_within()
 
     def _handlers_within(self) -> dict[str, OptimizerStateHandler]:
-        """Return the handlers of the optimizers within this one, by attribute."""
-        own = vars(self.value).items()
-        inner = {n: each for n, each in own if n not in OF_OPTIMIZERS and isinstance(each, torch.optim.Optimizer)}
+        """Return the handlers of the optimizers within this one, by attribute and, in a collection, position."""
+        inner: dict[str, torch.optim.Optimizer] = {}
+        for name, value in vars(self.value).items():
+            if name in OF_OPTIMIZERS or is_atom(value):
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                inner[name] = value
+            elif isinstance(value, (list, tuple, dict)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                inner |= {f"{name}[{at}]": each for at, each in items if isinstance(each, torch.optim.Optimizer)}
         for name, each in inner.items():
             if name not in self._within or self._within[name].value is not each:
                 self._within[name] = OptimizerStateHandler(each)
         return {name: self._within[name] for name in inner}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizer and those within it."""
+        inner = self._handlers_within().values()
+        return [self.value, *(each for handler in inner for each in handler.optimizers())]
+
+    def metadata(self) -> str:
+        return type(self.value).__name__
+
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if metadata != self.metadata():
+            raise UsageError(
+                f"the optimizer of this worker is of type {self.metadata()} and the other one of type {metadata}; "
+                "build the same optimizer on every worker, and do not replace it in the loop"
+            )
 
     def params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -385,7 +407,8 @@ class OptimizerStateHandler(StateHandler):
             if not isinstance(value, torch.Tensor)
         }
         changed = self._attributes.copies({"": self.value})
-        held = None if at_mark else independent_copy(self._held())
+        held: Any = self._held()
+        held = None if at_mark else independent_copy(held)
         within = {name: handler._light_part(at_mark) for name, handler in self._handlers_within().items()}
         return groups, plain, independent_copy(self._common()), changed, held, within
 
@@ -397,9 +420,10 @@ class OptimizerStateHandler(StateHandler):
                 f"the optimizer of this worker has {len(own)} parameter groups and another's has {len(groups)}; build "
                 "the same optimizer on every worker"
             )
-        for group, options in zip(own, groups, strict=True):
-            group.update(independent_copy(options))
         params, state = self.params(), self.value.state
+        device = params[0].device if params else torch.device("cpu")
+        for group, options in zip(own, groups, strict=True):
+            group.update({name: put(group.get(name), option, device) for name, option in options.items()})
         for index, param in enumerate(params):
             if param in state:
                 have = state[param]
@@ -414,7 +438,6 @@ class OptimizerStateHandler(StateHandler):
         if held is not None:
             for name in self._held().keys() - held.keys():
                 own[name] = independent_copy(first.get(name))
-            device = params[0].device if params else torch.device("cpu")
             own.update({name: put(own.get(name), value, device) for name, value in held.items()})
         self._attributes.assign({"": self.value}, changed)
         inner = self._handlers_within()
@@ -423,15 +446,25 @@ class OptimizerStateHandler(StateHandler):
                 inner[name].set_light(part)
 
     def _held(self) -> dict[str, Any]:
-        """Return the attributes that are tensors or containers of them, without those that have parameters."""
+        """Return the attributes that are tensors, arrays, random number generators, or containers of them.
+
+        Attributes that have parameters only are left out.
+
+        Raises:
+            UsageError: An attribute has parameters and other tensors, such as a dictionary by parameter.
+        """
         out = {}
         for name, value in vars(self.value).items():
-            if name not in OF_OPTIMIZERS and not is_plain(value):
-                tensors = tensors_in(value)
-                if tensors and not any(
-                    tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for tensor in tensors
-                ):
-                    out[name] = value
+            if name in OF_OPTIMIZERS or is_plain(value) or not (parts := changed_in_place(value)):
+                continue
+            trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in parts]
+            if not any(trained):
+                out[name] = value
+            elif not all(trained):
+                raise UsageError(
+                    f"{name} of a {type(self.value).__name__} has parameters and other tensors, so other workers could "
+                    "not take it over: keep tensors that belong to a parameter in the optimizer's state[parameter]"
+                )
         return out
 
     def _common(self) -> dict[Any, Any]:

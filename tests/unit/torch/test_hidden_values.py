@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +46,7 @@ class Signs(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
         self.means, self._count, self.saved = None, 0, {"losses": []}
+        self.recent, self.noise, self.scales = deque(maxlen=2), np.random.default_rng(0), np.ones(2)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -54,10 +57,24 @@ class Signs(torch.optim.Optimizer):
         self.saved["losses"].append(self._count)
         for param, mean in zip(params, self.means.values(), strict=True):
             mean.lerp_(param.grad, 0.3)
-            param.sub_(mean.sign() / (10 * len(self.saved["losses"])))
+            self.recent.append(self._count)
+            self.scales *= 1 + self.noise.random() / 10
+            param.sub_(mean.sign() * self.scales[0] / (10 * len(self.saved["losses"]) + sum(self.recent)))
 
     def state_dict(self):
         return {"means": self.means, "count": self._count}
+
+
+class Turns(torch.optim.Optimizer):
+    """Has a list of optimizers, which step in turn."""
+
+    def __init__(self, optimizers):
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
+        self.optimizers, self.steps = optimizers, 0
+
+    def step(self, closure=None):
+        self.optimizers[self.steps % len(self.optimizers)].step()
+        self.steps += 1
 
 
 class Average(torch.nn.Module):
@@ -120,7 +137,11 @@ def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_ma
         optimizer = Lookahead(torch.optim.Adam(params, lr=0.1))
     if kind == "optimizer":
         optimizer = Signs(params)
+    if kind == "optimizers within":
+        optimizer = Turns([torch.optim.Adam(params[:1], lr=0.1), torch.optim.SGD(params[1:], lr=0.1, momentum=0.9)])
     optimizer = hvd.DistributedOptimizer(optimizer)
+    if kind == "optimizer around":
+        optimizer = Lookahead(optimizer)
     metric = Average()
     more = {"temperature": {"temperature": temperature}, "metric": {"metric": metric}, "buffers": {}}.get(kind, {})
     state = TorchState(model, optimizer, losses=[], step=0, **more)
@@ -160,7 +181,16 @@ def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_ma
     }
 
 
-KINDS = ["optimizer within", "optimizer", "metric", "buffers", "temperature", "attribute"]
+KINDS = [
+    "optimizer within",
+    "optimizers within",
+    "optimizer around",
+    "optimizer",
+    "metric",
+    "buffers",
+    "temperature",
+    "attribute",
+]
 
 
 @pytest.mark.parametrize("when", ["step_begins", "loss_computed", "step_made"])
@@ -275,6 +305,41 @@ def test_an_optimizer_without_torchs_init_is_refused():
 
     with pytest.raises(UsageError, match=r"optimizer of the state is a Own.*super\(\)"):
         TorchState(optimizer=Own(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)))
+
+
+def test_an_optimizer_that_keeps_tensors_by_parameter_itself_is_refused():
+    optimizer: Any = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer.means = {optimizer.param_groups[0]["params"][0]: torch.zeros(1)}
+    with pytest.raises(UsageError, match=r"means of a SGD has parameters and other tensors.*state\[parameter\]"):
+        TorchState(optimizer=optimizer)
+
+
+def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alone):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @hvd.elastic.run
+    def loop(state):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        state.commit()
+
+    with pytest.raises(UsageError, match=r"an optimizer of the state's parameters \(SGD\) .* not in its state"):
+        loop(TorchState(model, steps=0))
+    loop(TorchState(torch.nn.Linear(1, 1), steps=0))  # trains what is not in the state
+
+
+class Ema:
+    """A moving average of a model, without `state_dict`."""
+
+    def __init__(self, model):
+        self.about = {"model": model}
+
+
+@pytest.mark.parametrize("value", [Ema, lambda model: [[model]], lambda model: {"a": Ema(model)}])
+def test_a_value_with_a_model_in_it_is_refused(value):
+    with pytest.raises(UsageError, match=r"ema of the state is a .* with a Linear, which would be replaced by a copy"):
+        TorchState(ema=value(torch.nn.Linear(1, 1)))
 
 
 def test_metrics_of_torchmetrics_return_to_the_commit():
