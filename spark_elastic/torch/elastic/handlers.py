@@ -159,7 +159,9 @@ class ModelStateHandler(StateHandler):
         layout = [piece._replace(key=ModelTensor(*piece.key)) for piece in layout]  # a file has plain tuples
         wanted = {(piece.key.module, piece.key.name) for piece in layout}
         for key in own:
-            if key.kind not in ("parameter", "state_dict") and (key.module, key.name) not in wanted:
+            if (key.module, key.name) not in wanted and key.kind != "state_dict":
+                if key.kind == "parameter":
+                    raise _differs(f"there is no {key}, which is here; commit after each change of the layers")
                 del modules[key.module]._buffers[key.name]
         out = []
         for piece in layout:
@@ -169,10 +171,7 @@ class ModelStateHandler(StateHandler):
                 continue
             if tensor is None or tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
                 have = "no such tensor" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise UsageError(
-                    f"the model of this worker differs from the others': {piece.key} is {piece.shape} {piece.dtype} "
-                    f"there, and {have} here; build the same model on every worker"
-                )
+                raise _differs(f"{piece.key} is {piece.shape} {piece.dtype} there, and {have} here")
             out.append(tensor)
         return out
 
@@ -212,12 +211,13 @@ class ModelStateHandler(StateHandler):
             self.value.load_state_dict(extra, strict=False)
         self._modules = None
         named = self._named_modules()
+        if missing := {path for path, _ in (*attributes, *metrics)} - named.keys():
+            raise _differs(f"the module {min(missing)} there has no counterpart here")
         self._attributes.assign(named, attributes)
         for (path, name), state in metrics.items():
-            if path in named:
-                own = vars(named[path])
-                own[name] = put(None, state, getattr(named[path], "device", torch.device("cpu")))
-                own["_computed"] = None  # the result of the states before
+            own = vars(named[path])
+            own[name] = put(None, state, getattr(named[path], "device", torch.device("cpu")))
+            own["_computed"] = None  # the result of the states before
         modules, params = self.modules(), self.parameters()
         if (len(modules), len(params)) != (len(training), len(trained)):
             return  # the loop has changed the model's structure
@@ -245,6 +245,13 @@ class ModelStateHandler(StateHandler):
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters, one that several modules share several times."""
         return [param for module in self.modules() for param in module._parameters.values() if param is not None]
+
+
+def _differs(how: str) -> UsageError:
+    return UsageError(
+        f"the model of this worker differs from the others', or from that of the last commit: {how}; build the same "
+        "model on every worker"
+    )
 
 
 class ParameterHandler(StateHandler):

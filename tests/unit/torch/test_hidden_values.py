@@ -329,6 +329,34 @@ def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alon
     loop(TorchState(torch.nn.Linear(1, 1), steps=0))  # trains what is not in the state
 
 
+class Growing(torch.nn.Module):
+    """Gets modules in its forward pass: with parameters, or a metric."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.layers = make, torch.nn.ModuleList()
+
+    def grow(self):
+        self.layers.append(self.make())
+        if isinstance(self.layers[-1], Average):
+            self.layers[-1].update(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(lambda: torch.nn.BatchNorm1d(1), "layers.0.weight"), (Average, "layers.0")]
+)
+def test_a_model_that_differs_in_its_modules_is_refused_by_name(alone, make, what):
+    model, other = Growing(make), Growing(make)
+    state, newcomer = TorchState(model, step=0), TorchState(other, step=0)
+    model.grow()
+    with pytest.raises(UsageError, match=rf"the model of this worker differs .*{what}"):
+        newcomer._set_values(state._values())
+    if make is not Average:  # what a commit does not have cannot return to it
+        with pytest.raises(UsageError, match=rf"there is no {what}, .*; commit after each change of the layers"):
+            state.restore()
+        assert model.layers[0].running_mean is not None
+
+
 class Ema:
     """A moving average of a model, without `state_dict`."""
 
