@@ -99,6 +99,10 @@ class ModelStateHandler(StateHandler):
             or module._state_dict_hooks
             for module in modules.values()
         )
+        for module in modules.values():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout is torch.strided and _overlaps(buffer):
+                    module._buffers[name] = buffer.clone()
         self._first_buffers = {id(buffer): buffer for module in modules.values() for buffer in module._buffers.values()}
         for module in modules.values():
             self._attributes.first(module)
@@ -125,6 +129,11 @@ class ModelStateHandler(StateHandler):
         layout, tensors = [], []
         for key, tensor in self._own().items():
             value = torch.empty(0, device="cpu") if tensor is None else tensor
+            if value.layout is not torch.strided:
+                raise UsageError(
+                    f"{key} of the model is a sparse tensor, which a state cannot keep: register a dense buffer, or "
+                    "its indices and values; or make it a plain attribute if it never changes"
+                )
             layout.append(TensorSpec(key, tuple(value.shape), value.dtype, False))
             tensors.append(value)
         return layout, tensors
@@ -245,6 +254,11 @@ class ModelStateHandler(StateHandler):
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters, one that several modules share several times."""
         return [param for module in self.modules() for param in module._parameters.values() if param is not None]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if elements share their memory, as those of an expanded tensor, which cannot be written to."""
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _differs(how: str) -> UsageError:

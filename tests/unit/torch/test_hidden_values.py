@@ -108,13 +108,14 @@ class Remembering(torch.nn.Linear):
         super().__init__(3, 1)
         self.register_buffer("scale", torch.ones(()), persistent=False)
         self.register_buffer("bank", None)
+        self.register_buffer("offsets", torch.zeros(()).expand(3))
         self.longest, self.calls = 2, 0
 
     def forward(self, rows):
         self.calls += 1
         self.scale.mul_(0.9)
         self.bank = rows if self.bank is None else torch.cat([self.bank, rows])
-        return super().forward(rows) * self.scale + self.bank.mean() + self.cached(len(self.bank))
+        return super().forward(rows + self.offsets) * self.scale + self.bank.mean() + self.cached(len(self.bank))
 
     def cached(self, length):
         if not hasattr(self, "table") or self.longest < length:
@@ -355,6 +356,13 @@ def test_a_model_that_differs_in_its_modules_is_refused_by_name(alone, make, wha
         with pytest.raises(UsageError, match=rf"there is no {what}, .*; commit after each change of the layers"):
             state.restore()
         assert model.layers[0].running_mean is not None
+
+
+def test_a_sparse_buffer_is_refused_by_name():
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(UsageError, match="graph of the model is a sparse tensor"):
+        TorchState(model)
 
 
 class Ema:
