@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -271,8 +272,8 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     return _call(functools.partial(func, state, *args, **kwargs))
                 except (HorovodInternalError, HostsUpdatedInterrupt) as error:
                     ended = error
-                # it holds the function's frames: a generator in them runs its `finally` before the state is restored
-                ended.__traceback__ = ended.__context__ = ended.__cause__ = None
+                # a generator in the function's frames runs its `finally` before the state is restored, not after
+                traceback.clear_frames(ended.__traceback__)
                 if isinstance(ended, HorovodInternalError):
                     log.info("a collective failed: %s", ended)
                     state._recover(ended)

@@ -120,7 +120,8 @@ def test_a_generator_of_the_interrupted_step_ends_before_the_state_returns():
                 state.n += 1
 
     def loop(state):
-        for n in steps():
+        numbers = steps()
+        for n in numbers:
             if n == 2 and not frontend.rejoined:
                 raise HorovodInternalError("broke")
             state.seen = [*state.seen, n]
