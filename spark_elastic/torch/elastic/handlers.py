@@ -443,8 +443,12 @@ class OptimizerStateHandler(StateHandler):
             )
         params, state = self.params(), self.value.state
         device = params[0].device if params else torch.device("cpu")
+        used: set[int] = set()
         for group, options in zip(own, groups, strict=True):
-            group.update({name: put(group.get(name), option, device) for name, option in options.items()})
+            for name, option in options.items():
+                before = group.get(name)
+                group[name] = put(None if id(before) in used else before, option, device)  # groups may share a tensor
+                used.add(id(before))
         for index, param in enumerate(params):
             if param in state:
                 have = state[param]

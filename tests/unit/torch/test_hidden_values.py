@@ -315,6 +315,21 @@ def test_an_optimizer_that_keeps_tensors_by_parameter_itself_is_refused():
         TorchState(optimizer=optimizer)
 
 
+def test_a_learning_rate_that_is_a_tensor_returns_in_place():
+    rate, params = torch.tensor(0.5), [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.Adam([{"params": [param]} for param in params], lr=rate, foreach=False)
+    state = TorchState(optimizer=optimizer)
+    rate.mul_(2)
+    state.restore()
+    assert rate == 0.5
+    first, second = optimizer.param_groups
+    first["lr"], second["lr"] = rate, torch.tensor(0.25)
+    state.save()
+    second["lr"] = rate  # shared, as in a new optimizer
+    state.restore()
+    assert (first["lr"], second["lr"]) == (0.5, 0.25)
+
+
 def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alone):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
