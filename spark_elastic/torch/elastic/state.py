@@ -216,7 +216,8 @@ class TorchOptimizerSteps(OptimizerSteps):
         abandon_steps()  # also those of optimizers that are not in the state
         for handler in self._handlers.of(OptimizerStateHandler).values():
             if not isinstance(handler.value, DistributedOptimizerMixin):
-                handler.value.zero_grad(set_to_none=True)
+                for param in handler.params():  # a `zero_grad` of its own may want other arguments
+                    param.grad = None
         if changed := super().undo(plain):
             return changed
         if self._begun:

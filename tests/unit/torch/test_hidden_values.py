@@ -30,6 +30,9 @@ class Lookahead(torch.optim.Optimizer):
         self.base, self.param_groups, self.steps = base, base.param_groups, 0
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
+    def zero_grad(self):  # without torch's argument
+        self.base.zero_grad()
+
     def step(self, closure=None):
         self.base.step()
         self.steps += 1
@@ -71,6 +74,10 @@ class Turns(torch.optim.Optimizer):
     def __init__(self, optimizers):
         super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
         self.optimizers, self.steps = optimizers, 0
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def step(self, closure=None):
         self.optimizers[self.steps % len(self.optimizers)].step()
