@@ -1,4 +1,4 @@
-"""Attributes of modules and optimizers beside parameters, buffers and options: counters, sizes of caches, metrics."""
+"""Parts of modules and optimizers beside parameters and options: counters, sizes of caches, metrics, odd buffers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spark_elastic.elastic.plain_values import independent_copy, is_atom
+from spark_elastic.errors import UsageError
 
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of all modules."""
@@ -154,3 +155,16 @@ def metric_states(module: torch.nn.Module) -> list[str]:
     """Return the names of the states of a metric of torchmetrics, which are no buffers; [] for other modules."""
     names = vars(module).get("_defaults")
     return list(names) if isinstance(names, dict) and hasattr(type(module), "add_state") else []
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if elements share their memory, as those of an expanded tensor, which cannot be written to."""
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def model_differs(how: str) -> UsageError:
+    """Return the error for a model that cannot take over what another one, or the last commit, has."""
+    return UsageError(
+        f"the model of this worker differs from the others', or from that of the last commit: {how}; build the same "
+        "model on every worker"
+    )

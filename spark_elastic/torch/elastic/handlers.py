@@ -17,6 +17,8 @@ from spark_elastic.torch.elastic.attributes import (
     changed_in_place,
     is_plain,
     metric_states,
+    model_differs,
+    overlaps,
     put,
 )
 
@@ -101,7 +103,7 @@ class ModelStateHandler(StateHandler):
         )
         for module in modules.values():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout is torch.strided and _overlaps(buffer):
+                if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
                     module._buffers[name] = buffer.clone()
         self._first_buffers = {id(buffer): buffer for module in modules.values() for buffer in module._buffers.values()}
         for module in modules.values():
@@ -170,7 +172,7 @@ class ModelStateHandler(StateHandler):
         for key in own:
             if (key.module, key.name) not in wanted and key.kind != "state_dict":
                 if key.kind == "parameter":
-                    raise _differs(f"there is no {key}, which is here; commit after each change of the layers")
+                    raise model_differs(f"there is no {key}, which is here; commit after each change of the layers")
                 del modules[key.module]._buffers[key.name]
         out = []
         for piece in layout:
@@ -180,7 +182,7 @@ class ModelStateHandler(StateHandler):
                 continue
             if tensor is None or tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
                 have = "no such tensor" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise _differs(f"{piece.key} is {piece.shape} {piece.dtype} there, and {have} here")
+                raise model_differs(f"{piece.key} is {piece.shape} {piece.dtype} there, and {have} here")
             out.append(tensor)
         return out
 
@@ -221,7 +223,7 @@ class ModelStateHandler(StateHandler):
         self._modules = None
         named = self._named_modules()
         if missing := {path for path, _ in (*attributes, *metrics)} - named.keys():
-            raise _differs(f"the module {min(missing)} there has no counterpart here")
+            raise model_differs(f"the module {min(missing)} there has no counterpart here")
         self._attributes.assign(named, attributes)
         for (path, name), state in metrics.items():
             own = vars(named[path])
@@ -254,18 +256,6 @@ class ModelStateHandler(StateHandler):
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters, one that several modules share several times."""
         return [param for module in self.modules() for param in module._parameters.values() if param is not None]
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements share their memory, as those of an expanded tensor, which cannot be written to."""
-    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _differs(how: str) -> UsageError:
-    return UsageError(
-        f"the model of this worker differs from the others', or from that of the last commit: {how}; build the same "
-        "model on every worker"
-    )
 
 
 class ParameterHandler(StateHandler):
