@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -229,17 +230,14 @@ class Handlers:
         return False
 
     def _check_plain(self, name: str, value: Any) -> None:
-        """Raise UsageError if a collection has models or optimizers, of which the state would go on with copies."""
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        for item in items:
-            if is_atom(item):
-                continue
+        """Raise UsageError if a value has models or optimizers in it, of which the state would go on with copies."""
+        for item in _within(value):
             handler = self._handler_for(item)
             if (handler is not None and handler.observed) or isinstance(item, torch.optim.lr_scheduler.LRScheduler):
                 raise UsageError(
                     f"{name} of the state is a {type(value).__name__} with a {type(item).__name__}, which would be "
-                    "replaced by a copy after a loss; give each model, optimizer and scheduler of the collection to "
-                    "the state as a keyword argument of its own"
+                    "replaced by a copy after a loss; give each model, optimizer and scheduler in it to the state as "
+                    "a keyword argument of its own, or give its class state_dict and load_state_dict"
                 )
 
     def of(self, kind: type[H]) -> dict[str, H]:
@@ -358,7 +356,7 @@ class Handlers:
 
     def set_values(self, values: Any) -> None:
         """Set what `values` has returned; raise ValueError if it has other names, UsageError if tensors do not fit."""
-        light, tensors = dict(values["light"]), values["tensors"]
+        light, tensors = dict(values["light"]), values.get("tensors", {})
         check_same_names([*self.plain.names, *self.by_name], light)
         parts = {name: light.pop(name) for name in self.by_name}
         for name, handler in self.by_name.items():
@@ -381,6 +379,21 @@ class Handlers:
         ):  # values that cannot be pickled are never equal; if they cannot be sent, that is an error later
             values = secrets.token_hex(16)
         return agree(process.group(), "elastic loop", detail=values)
+
+
+def _within(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the parts of a collection, or the attributes of an object, and those within them, but no plain values."""
+    if isinstance(value, dict):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = [] if isinstance(value, (type, ModuleType, FunctionType)) else getattr(value, "__dict__", {}).values()
+    for part in parts:
+        if not is_atom(part):
+            yield part
+            if depth > 1 and not isinstance(part, (torch.Tensor, torch.nn.Module)):
+                yield from _within(part, depth - 1)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

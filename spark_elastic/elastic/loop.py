@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
 from spark_elastic.elastic.mark import of_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import ProvisionalPosition
 
@@ -207,8 +209,24 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
     If the world breaks after a loop, the user's function is called again as a whole: that loop takes over the state
     that it had kept, and ends at once; loops before it are skipped.
     """
+    name = getattr(func, "__name__", repr(func))
+    if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+        raise UsageError(
+            f"{name}, a loop of hvd.elastic.run, is a generator or async function, so its code would run after the "
+            "loop has ended; make it a plain function"
+        )
 
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not hasattr(state, "_counter"):
+            raise UsageError(
+                f"the first argument of {name}, a loop of hvd.elastic.run, is a {type(state).__name__} and has "
+                "to be a state, such as a TorchState; within a class, decorate a function in a method, not the method"
+            )
+        if of_loop.get() is not None:
+            raise UsageError(
+                f"{name}, a loop of hvd.elastic.run, was called within another one, which could not be "
+                "repeated after a loss; call loops one after the other"
+            )
         state._frontend = frontend
         loops = frontend.loops
         loop = state._loop = loops.enter()
@@ -252,10 +270,14 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     continue
                 try:
                     return _call(functools.partial(func, state, *args, **kwargs))
-                except HorovodInternalError as error:
-                    log.info("a collective failed: %s", error)
-                    state._recover(error)
-                except HostsUpdatedInterrupt:
+                except (HorovodInternalError, HostsUpdatedInterrupt) as error:
+                    ended = error
+                # a generator in the function's frames runs its `finally` before the state is restored, not after
+                traceback.clear_frames(ended.__traceback__)
+                if isinstance(ended, HorovodInternalError):
+                    log.info("a collective failed: %s", ended)
+                    state._recover(ended)
+                else:
                     log.info("leaving the loop for the next world")
                     state._interrupted()
                 entry = frontend.rejoin(state.version)

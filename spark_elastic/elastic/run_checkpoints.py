@@ -26,7 +26,7 @@ from spark_elastic.runs.checkpoints import (
     name_of,
 )
 from spark_elastic.runs.lease import Fence
-from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
+from spark_elastic.runs.tensors import check_exact, detached, from_bytes, to_bytes
 from spark_elastic.wire.worker_link import notify
 
 if TYPE_CHECKING:
@@ -144,9 +144,19 @@ class RunCheckpoints:
 
 
 def values_of(state: State) -> dict[str, Any]:
-    """Return the values of a state, with tensors in place of arrays of NumPy; raise UsageError as `State._values`."""
-    values: dict[str, Any] = tree_map(_as_tensor, state._values())
-    return values
+    """Return the values of a state, with tensors in place of arrays of NumPy.
+
+    Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back as it
+    is.
+    """
+    values = state._values()
+    for name in values["light"].keys() - values.get("tensors", {}).keys():
+        try:
+            check_exact(values["light"][name], f"state.{name}")
+        except RecursionError:
+            raise CheckpointError(f"state.{name} contains itself, or too many values within one another") from None
+    with_tensors: dict[str, Any] = tree_map(_as_tensor, values)
+    return with_tensors
 
 
 def restored(values: Any) -> Any:

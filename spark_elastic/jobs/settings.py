@@ -106,6 +106,12 @@ def _run_name(name: str, value: Any) -> str:
     return value
 
 
+def _run_folders(name: str, value: Any) -> Any:
+    if not isinstance(value, (str, Path, Store)) or value == "":
+        raise InvalidSettingsError(f"{name} must be a path, a URI or a Store, not {_shown(value)}")
+    return value
+
+
 def _host(name: str, value: Any) -> str:
     host = plain_address(value.strip()) if isinstance(value, str) else ""
     if not host or "/" in host or (":" in host and not is_address(host)):
@@ -287,6 +293,7 @@ class RunSettings(ScalingSettings):
         Setting(
             "shared path, URI or Store to which the commits of the function's elastic loops are written, at most one "
             "in ten seconds. Default: none are written.",
+            _run_folders,
             on_command_line=True,
         ),
     ] = None

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from spark_elastic.errors import CheckpointError
@@ -43,6 +44,8 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
         return value.detach().to("cpu", copy=True) if copy else value
     if value is None or type(value) in _PLAIN:
         return value
+    if isinstance(value, np.generic) and value.dtype.kind in "bc":
+        return value.item()
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -56,7 +59,30 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
     if isinstance(value, (list, tuple)):
         copies = [detached(one, f"{where}[{at}]", copy) for at, one in enumerate(value)]
         return tuple(copies) if isinstance(value, tuple) else copies
-    raise CheckpointError(
+    raise not_plain(value, where)
+
+
+def check_exact(value: Any, where: str) -> None:
+    """Raise CheckpointError if `detached` would make another type of a part of the value than Python's for NumPy's."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        for key, one in value.items():
+            check_exact(one, f"{where}.{key}")
+    elif kind in (list, tuple):
+        for at, one in enumerate(value):
+            check_exact(one, f"{where}[{at}]")
+    elif kind is np.ndarray:
+        if value.dtype.kind not in "biuf" or not value.dtype.isnative or value.dtype.itemsize > 8:
+            raise not_plain(value, where)
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return
+    elif value is not None and kind not in (*_PLAIN, torch.Tensor, torch.Size, Counter):
+        raise not_plain(value, where)
+
+
+def not_plain(value: Any, where: str) -> CheckpointError:
+    """Return the error for a value that a checkpoint cannot hold."""
+    return CheckpointError(
         f"{where} is of {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: only "
         "tensors and plain values can be read back without running code"
     )

@@ -23,7 +23,7 @@ from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
 from spark_elastic.torch.parameters import holds
 
-stepped: weakref.WeakSet[DistributedOptimizerMixin] = weakref.WeakSet()
+stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 """The optimizers that have made a step since an elastic state looked last."""
 
 
@@ -125,8 +125,8 @@ class DistributedOptimizerMixin:
         for function in self._reducer.before_step:
             function()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch's `zero_grad` does.
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset the gradients, as the optimizer's own `zero_grad` does, which gets the arguments.
 
         Raises:
             AssertionError: gradients are being reduced, in a `backward` that has not ended.
@@ -136,7 +136,7 @@ class DistributedOptimizerMixin:
                 "optimizer.zero_grad() was called while gradients are being reduced: within backward(), or after one "
                 "that has failed"
             )
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._reducer.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

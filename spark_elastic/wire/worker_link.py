@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic import clock
-from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
+from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError, UsageError
 from spark_elastic.membership.topology import StateVersion, WorkerId, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import Channel
@@ -89,12 +89,15 @@ class WorkerLink:
         self._loop_results: dict[int, wire.LoopResult] = {}
         self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
         self._ending = False
+        self._in_child = False
+        """This is a forked child of the worker, whose channel is the parent's."""
         self._beat_now = threading.Event()
         self.stall_timeout_s = 0.0
         """Time that a collective may take before the driver removes a worker."""
 
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
+        os.register_at_fork(after_in_child=self._forked)
         self._channel.start(self._on_message, self._on_closed, name="link")
         self._channel.send(wire.WorkerHello(self.worker, os.getpid()))
 
@@ -392,10 +395,18 @@ class WorkerLink:
             self._beat_now.clear()
 
     def _send(self, message: wire.Message) -> None:
+        if self._in_child:
+            raise UsageError(
+                "a forked child of a worker has no connection to the driver: call commit, check_host_updates and "
+                "hvd's functions in the worker itself"
+            )
         try:
             self._channel.send(message)
         except ProtocolError as error:
             self._on_closed(str(error))
+
+    def _forked(self) -> None:
+        self._in_child = True  # a frame of the child's would look like one that was altered on its way
 
     def _on_closed(self, why: str) -> None:
         if not self._ending:

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 MARK = "TESTS_OF_SPARK_ELASTIC_MARK"
 """The package's own prefix would be taken for a job's, whose variables do not reach fork servers."""
@@ -31,6 +33,34 @@ def marked(mark: str) -> dict[int, str]:
         except OSError:  # it ended while we looked, or is not ours
             continue
     return found
+
+
+KEPT: dict[str, Any] = {"keep_workers": 20, "env": {"PYTEST_CURRENT_TEST": ""}}
+"""Settings of jobs whose workers import torch: one process imports it, and forks the workers of all these jobs. That
+takes the same environment."""
+
+OF_THIS_PROCESS = uuid.uuid4().hex
+"""The mark of this process's jobs."""
+
+
+def left_by_jobs(mark: str = OF_THIS_PROCESS) -> dict[int, str]:
+    """Return those with the mark, without this process and fork servers; a server's workers are below it."""
+    found = {pid: command for pid, command in marked(mark).items() if pid != os.getpid()}
+    return without_servers(found)
+
+
+def without_servers(found: dict[int, str]) -> dict[int, str]:
+    """Return the processes but fork servers, whose workers have the same command line."""
+    forked = {pid for pid, command in found.items() if "spark_elastic.task.fork_server" in command}
+    return {pid: command for pid, command in found.items() if pid not in forked or parent_of(pid) in forked}
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def is_running(pid: int) -> bool:

@@ -1,5 +1,5 @@
-"""Every block of code in README and docs/ is run: pages from top to bottom, in one process for docs/ and README, and
-in another one for docs/recipes/.
+"""Every block of code in README and docs/ is run: pages from top to bottom, in one process those that are run by day,
+and in another one those that are run by night.
 
 A page's blocks share their names, as if they were typed in one after the other. All pages share one Spark session: the
 first to ask for one gets it, and the others find it. Blocks of shell are run in a folder that has the repository's
@@ -39,9 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def is_for_the_night(page: Path) -> bool:
+    """Return True for pages whose features other tests use by day; the recipes' types are checked by day."""
+    others = ("lightning_and_transformers.md", "reproducibility.md", "trackers.md")
+    return page.parent.name == "recipes" or page.name in others
+
+
 GROUPS = {
-    name: [page.name for page in PAGES if (page.parent.name == "recipes") == (name == "recipes")]
-    for name in ("docs", "recipes")
+    name: [page.name for page in PAGES if is_for_the_night(page) == (name == "night")] for name in ("day", "night")
 }
 
 
@@ -66,7 +71,14 @@ def outcome_of(group: str, folder: Path) -> dict[str, str]:
     return dict(json.loads(told.read_text()))
 
 
-@pytest.mark.parametrize(("group", "page"), [(group, page) for group in GROUPS for page in GROUPS[group]])
+@pytest.mark.parametrize(
+    ("group", "page"),
+    [
+        pytest.param(group, page, marks=[pytest.mark.soak] if group == "night" else [])
+        for group in GROUPS
+        for page in GROUPS[group]
+    ],
+)
 def test_the_code_of_a_page_can_be_typed_in_from_top_to_bottom(
     group: str, page: str, outcomes: Callable[[str], dict[str, str]]
 ) -> None:

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import psutil
-import pytest
 
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 
@@ -31,15 +30,8 @@ def run(script, *args, cwd, **more):
     return finish(command(script, *args, **more), cwd)
 
 
-@pytest.mark.parametrize(
-    ("script", "args", "expected"),
-    [
-        ("elastic_classifier.py", ["--epochs", "6", "--lr", "0.1"], r"size 2 loss 0\.\d+ accuracy 0\.[89]"),
-        ("tensorflow_tape.py", [], r"size 2 accuracy 0\.[89]\d* same True"),
-    ],
-)
-def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, expected, tmp_path):
-    assert re.search(expected, run(script, *args, cwd=tmp_path))
+def test_a_script_in_horovod_s_manner_runs_unchanged(tmp_path):
+    assert re.search(r"size 2 accuracy 0\.[89]\d* same True", run("tensorflow_tape.py", cwd=tmp_path))
 
 
 def test_two_workers_learn_what_one_process_learns_from_batches_twice_as_large(tmp_path):

@@ -41,7 +41,7 @@ def running(request):
         }
 
 
-BY_NIGHT = {"02_elastic", "03_keras", "05_cross_validation", "07_batch_inference"}
+BY_NIGHT = {"01_quickstart", "02_elastic", "03_keras", "05_cross_validation", "07_batch_inference"}
 """Notebooks whose code is also that of pages and tests that run by day."""
 
 

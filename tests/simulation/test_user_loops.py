@@ -15,7 +15,7 @@ from tests.simulation.planted_bugs import Bug
 
 PACKAGE = Path(spark_elastic.__file__).parent
 ROOT = Path(__file__).parents[2]
-SEEDS = 1, 40
+SEEDS = 1, 25
 LOOPS = "user_loops", "wide_loops"
 
 BUGS = (

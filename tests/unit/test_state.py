@@ -14,7 +14,7 @@ from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.elastic.object_state import ObjectState
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import State
-from spark_elastic.errors import HorovodInternalError, StateNotMovableError
+from spark_elastic.errors import HorovodInternalError, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
 
@@ -105,6 +105,61 @@ def test_a_failure_returns_to_the_last_commit_and_the_callbacks_run_before_the_s
     assert frontend.roots == [0, 1]
     assert frontend.rejoined == [StateVersion(steps=2)]
     assert state.progress == 4
+
+
+def test_a_generator_of_the_interrupted_step_ends_before_the_state_returns():
+    frontend = ScriptedFrontend(FIRST, next_world(root=0, steps=2))
+    state = ObjectState(n=0, seen=[])
+    state._frontend = frontend
+
+    def steps():
+        while state.n < 4:
+            try:
+                yield state.n
+            finally:
+                state.n += 1
+
+    def loop(state):
+        numbers = steps()
+        for n in numbers:
+            if n == 2 and not frontend.rejoined:
+                raise HorovodInternalError("broke")
+            state.seen = [*state.seen, n]
+            state.commit()
+        return state.seen
+
+    # the commit of step 1 comes before the count
+    assert elastic_loop(loop, frontend)(state) == [0, 1, 1, 2, 3]
+
+
+async def a_coroutine(state):
+    state.commit()
+
+
+def a_generator(state):
+    yield state.commit()
+
+
+@pytest.mark.parametrize("function", [a_coroutine, a_generator])
+def test_a_function_whose_code_runs_after_the_loop_is_refused(function):
+    with pytest.raises(UsageError, match=rf"{function.__name__}, a loop of .*, is a generator or async function"):
+        elastic_loop(function, ScriptedFrontend())
+
+
+def test_a_loop_within_another_and_a_loop_without_a_state_are_refused():
+    frontend = ScriptedFrontend(FIRST)
+    state = ObjectState(n=0, seen=[])
+    state._frontend = frontend
+    within = elastic_loop(counting_to(1), frontend)
+
+    def loop(state):
+        with pytest.raises(UsageError, match=r"loop of hvd\.elastic\.run, was called within another one"):
+            within(state)
+        return state.n
+
+    assert elastic_loop(loop, frontend)(state) == 0
+    with pytest.raises(UsageError, match=r"first argument of .* is a list and has to be a state"):
+        within([])
 
 
 def test_an_update_leaves_the_loop_at_a_commit_without_going_back():

@@ -1,9 +1,10 @@
-"""Attributes of modules and optimizers beside parameters, buffers and options: counters, sizes of caches, metrics."""
+"""Parts of modules and optimizers beside parameters and options: counters, sizes of caches, metrics, odd buffers."""
 
 from __future__ import annotations
 
+import random
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from spark_elastic.elastic.plain_values import independent_copy, is_atom
+from spark_elastic.errors import UsageError
 
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of all modules."""
@@ -28,6 +30,9 @@ OF_OPTIMIZERS = frozenset(
 """Attributes of all optimizers, and of a `DistributedOptimizer`."""
 
 _MISSING = object()
+_COLLECTIONS = frozenset({list, tuple, set, deque})
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class ChangedAttributes:
@@ -77,24 +82,25 @@ class ChangedAttributes:
                 del vars(owner)[own]
         for (key, name), value in changed.items():
             if key in owners:
-                vars(owners[key])[name] = independent_copy(value)
+                own = vars(owners[key])
+                own[name] = put(own.get(name), value, torch.device("cpu"))
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for numbers, strings and None, and for lists, tuples, sets and dictionaries of them."""
+    """Return True for numbers, strings and None, and for lists, tuples, sets, deques and dictionaries of them."""
     if is_atom(value):
         return True
     kind = type(value)
-    if kind is list or kind is tuple or kind is set:
+    if kind in _COLLECTIONS:
         return all(map(is_plain, value))
-    if kind is dict:
+    if kind in _MAPPINGS:
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
     return isinstance(value, np.generic)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor] | None:
-    """Return the tensors in nested containers; None if these hold anything else that is not plain."""
-    if isinstance(value, torch.Tensor):
+def changed_in_place(value: Any) -> list[Any] | None:
+    """Return the tensors, arrays and random number generators in nested containers; None if there are other objects."""
+    if isinstance(value, (torch.Tensor, np.ndarray, *_GENERATORS)):
         return [value]
     if is_plain(value):
         return []
@@ -104,9 +110,9 @@ def tensors_in(value: Any) -> list[torch.Tensor] | None:
         items = list(value)
     else:
         return None
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     for item in items:
-        inner = tensors_in(item)
+        inner = changed_in_place(item)
         if inner is None:
             return None
         found += inner
@@ -114,7 +120,7 @@ def tensors_in(value: Any) -> list[torch.Tensor] | None:
 
 
 def put(own: Any, value: Any, device: torch.device) -> Any:
-    """Copy `value`, nested containers of tensors, into `own` where that fits, and return what has the values now.
+    """Copy `value`, nested containers of tensors and plain values, into `own` where that fits; return what has it now.
 
     Args:
         own: The present value.
@@ -128,7 +134,7 @@ def put(own: Any, value: Any, device: torch.device) -> Any:
             return own
         fresh = value.detach().clone()
         return fresh if fresh.device.type == "cpu" else fresh.to(device)
-    if isinstance(value, dict) and type(own) is type(value):
+    if isinstance(value, dict) and isinstance(own, dict):
         items = {key: put(own.get(key), item, device) for key, item in value.items()}
         own.clear()
         own.update(items)
@@ -149,3 +155,16 @@ def metric_states(module: torch.nn.Module) -> list[str]:
     """Return the names of the states of a metric of torchmetrics, which are no buffers; [] for other modules."""
     names = vars(module).get("_defaults")
     return list(names) if isinstance(names, dict) and hasattr(type(module), "add_state") else []
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if elements share their memory, as those of an expanded tensor, which cannot be written to."""
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def model_differs(how: str) -> UsageError:
+    """Return the error for a model that cannot take over what another one, or the last commit, has."""
+    return UsageError(
+        f"the model of this worker differs from the others', or from that of the last commit: {how}; build the same "
+        "model on every worker"
+    )

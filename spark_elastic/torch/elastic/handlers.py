@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec, copy_all
-from spark_elastic.elastic.plain_values import independent_copy
+from spark_elastic.elastic.plain_values import independent_copy, is_atom
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.attributes import (
     OF_MODULES,
     OF_OPTIMIZERS,
     ChangedAttributes,
+    changed_in_place,
     is_plain,
     metric_states,
+    model_differs,
+    overlaps,
     put,
-    tensors_in,
 )
 
 
@@ -99,6 +101,10 @@ class ModelStateHandler(StateHandler):
             or module._state_dict_hooks
             for module in modules.values()
         )
+        for module in modules.values():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
+                    module._buffers[name] = buffer.clone()
         self._first_buffers = {id(buffer): buffer for module in modules.values() for buffer in module._buffers.values()}
         for module in modules.values():
             self._attributes.first(module)
@@ -125,6 +131,11 @@ class ModelStateHandler(StateHandler):
         layout, tensors = [], []
         for key, tensor in self._own().items():
             value = torch.empty(0, device="cpu") if tensor is None else tensor
+            if value.layout is not torch.strided:
+                raise UsageError(
+                    f"{key} of the model is a sparse tensor, which a state cannot keep: register a dense buffer, or "
+                    "its indices and values; or make it a plain attribute if it never changes"
+                )
             layout.append(TensorSpec(key, tuple(value.shape), value.dtype, False))
             tensors.append(value)
         return layout, tensors
@@ -159,7 +170,9 @@ class ModelStateHandler(StateHandler):
         layout = [piece._replace(key=ModelTensor(*piece.key)) for piece in layout]  # a file has plain tuples
         wanted = {(piece.key.module, piece.key.name) for piece in layout}
         for key in own:
-            if key.kind not in ("parameter", "state_dict") and (key.module, key.name) not in wanted:
+            if (key.module, key.name) not in wanted and key.kind != "state_dict":
+                if key.kind == "parameter":
+                    raise model_differs(f"there is no {key}, which is here; commit after each change of the layers")
                 del modules[key.module]._buffers[key.name]
         out = []
         for piece in layout:
@@ -169,10 +182,7 @@ class ModelStateHandler(StateHandler):
                 continue
             if tensor is None or tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
                 have = "no such tensor" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise UsageError(
-                    f"the model of this worker differs from the others': {piece.key} is {piece.shape} {piece.dtype} "
-                    f"there, and {have} here; build the same model on every worker"
-                )
+                raise model_differs(f"{piece.key} is {piece.shape} {piece.dtype} there, and {have} here")
             out.append(tensor)
         return out
 
@@ -212,12 +222,13 @@ class ModelStateHandler(StateHandler):
             self.value.load_state_dict(extra, strict=False)
         self._modules = None
         named = self._named_modules()
+        if missing := {path for path, _ in (*attributes, *metrics)} - named.keys():
+            raise model_differs(f"the module {min(missing)} there has no counterpart here")
         self._attributes.assign(named, attributes)
         for (path, name), state in metrics.items():
-            if path in named:
-                own = vars(named[path])
-                own[name] = put(None, state, getattr(named[path], "device", torch.device("cpu")))
-                own["_computed"] = None  # the result of the states before
+            own = vars(named[path])
+            own[name] = put(None, state, getattr(named[path], "device", torch.device("cpu")))
+            own["_computed"] = None  # the result of the states before
         modules, params = self.modules(), self.parameters()
         if (len(modules), len(params)) != (len(training), len(trained)):
             return  # the loop has changed the model's structure
@@ -290,13 +301,35 @@ class OptimizerStateHandler(StateHandler):
         self._handlers_within()
 
     def _handlers_within(self) -> dict[str, OptimizerStateHandler]:
-        """Return the handlers of the optimizers within this one, by attribute."""
-        own = vars(self.value).items()
-        inner = {n: each for n, each in own if n not in OF_OPTIMIZERS and isinstance(each, torch.optim.Optimizer)}
+        """Return the handlers of the optimizers within this one, by attribute and, in a collection, position."""
+        inner: dict[str, torch.optim.Optimizer] = {}
+        for name, value in vars(self.value).items():
+            if name in OF_OPTIMIZERS or is_atom(value):
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                inner[name] = value
+            elif isinstance(value, (list, tuple, dict)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                inner |= {f"{name}[{at}]": each for at, each in items if isinstance(each, torch.optim.Optimizer)}
         for name, each in inner.items():
             if name not in self._within or self._within[name].value is not each:
                 self._within[name] = OptimizerStateHandler(each)
         return {name: self._within[name] for name in inner}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizer and those within it."""
+        inner = self._handlers_within().values()
+        return [self.value, *(each for handler in inner for each in handler.optimizers())]
+
+    def metadata(self) -> str:
+        return type(self.value).__name__
+
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if metadata != self.metadata():
+            raise UsageError(
+                f"the optimizer of this worker is of type {self.metadata()} and the other one of type {metadata}; "
+                "build the same optimizer on every worker, and do not replace it in the loop"
+            )
 
     def params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -385,7 +418,8 @@ class OptimizerStateHandler(StateHandler):
             if not isinstance(value, torch.Tensor)
         }
         changed = self._attributes.copies({"": self.value})
-        held = None if at_mark else independent_copy(self._held())
+        held: Any = self._held()
+        held = None if at_mark else independent_copy(held)
         within = {name: handler._light_part(at_mark) for name, handler in self._handlers_within().items()}
         return groups, plain, independent_copy(self._common()), changed, held, within
 
@@ -397,9 +431,14 @@ class OptimizerStateHandler(StateHandler):
                 f"the optimizer of this worker has {len(own)} parameter groups and another's has {len(groups)}; build "
                 "the same optimizer on every worker"
             )
-        for group, options in zip(own, groups, strict=True):
-            group.update(independent_copy(options))
         params, state = self.params(), self.value.state
+        device = params[0].device if params else torch.device("cpu")
+        used: set[int] = set()
+        for group, options in zip(own, groups, strict=True):
+            for name, option in options.items():
+                before = group.get(name)
+                group[name] = put(None if id(before) in used else before, option, device)  # groups may share a tensor
+                used.add(id(before))
         for index, param in enumerate(params):
             if param in state:
                 have = state[param]
@@ -414,7 +453,6 @@ class OptimizerStateHandler(StateHandler):
         if held is not None:
             for name in self._held().keys() - held.keys():
                 own[name] = independent_copy(first.get(name))
-            device = params[0].device if params else torch.device("cpu")
             own.update({name: put(own.get(name), value, device) for name, value in held.items()})
         self._attributes.assign({"": self.value}, changed)
         inner = self._handlers_within()
@@ -423,15 +461,25 @@ class OptimizerStateHandler(StateHandler):
                 inner[name].set_light(part)
 
     def _held(self) -> dict[str, Any]:
-        """Return the attributes that are tensors or containers of them, without those that have parameters."""
+        """Return the attributes that are tensors, arrays, random number generators, or containers of them.
+
+        Attributes that have parameters only are left out.
+
+        Raises:
+            UsageError: An attribute has parameters and other tensors, such as a dictionary by parameter.
+        """
         out = {}
         for name, value in vars(self.value).items():
-            if name not in OF_OPTIMIZERS and not is_plain(value):
-                tensors = tensors_in(value)
-                if tensors and not any(
-                    tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for tensor in tensors
-                ):
-                    out[name] = value
+            if name in OF_OPTIMIZERS or is_plain(value) or not (parts := changed_in_place(value)):
+                continue
+            trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in parts]
+            if not any(trained):
+                out[name] = value
+            elif not all(trained):
+                raise UsageError(
+                    f"{name} of a {type(self.value).__name__} has parameters and other tensors, so other workers could "
+                    "not take it over: keep tensors that belong to a parameter in the optimizer's state[parameter]"
+                )
         return out
 
     def _common(self) -> dict[Any, Any]:

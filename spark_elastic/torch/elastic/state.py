@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
@@ -37,6 +38,9 @@ from spark_elastic.torch.parameters import abandon_steps
 from spark_elastic.torch.replicas import check_equal
 
 log = logging.getLogger("spark_elastic.torch")
+
+
+register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
 
 
 Registry = list[tuple[Any, type[StateHandler]]]
@@ -140,11 +144,16 @@ class TorchOptimizerSteps(OptimizerSteps):
             return
         kept = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
         for optimizer in list(stepped):
-            if not any(optimizer is each or optimizer._inner is each for each in kept):
+            is_distributed = isinstance(optimizer, DistributedOptimizerMixin)
+            both = optimizer, optimizer._inner if is_distributed else None
+            if any(one is each for one in both for each in self._optimizers()):
+                continue
+            if is_distributed or self._trains_values(optimizer):
+                kind = "a DistributedOptimizer" if is_distributed else "an optimizer of the state's parameters"
                 raise UsageError(
-                    f"a DistributedOptimizer ({type(optimizer).__name__}) trains in the loop and is not in its state, "
+                    f"{kind} ({type(optimizer).__name__}) trains in the loop and is not in its state, "
                     "so other workers would not know what it has learnt: give it to the state, as in "
-                    "TorchState(model, optimizer)"
+                    "TorchState(model, optimizer); an optimizer around another one instead of that"
                 )
         if not self._covered:
             self._check_that_parameters_are_kept()
@@ -167,10 +176,18 @@ class TorchOptimizerSteps(OptimizerSteps):
                 "hand before each commit or check",
             )
 
-    def _check_that_parameters_are_kept(self) -> None:
+    def _trains_values(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self._parameters()
+        return any(id(param) in known for group in optimizer.param_groups for param in group["params"])
+
+    def _parameters(self) -> set[int]:
+        """Return the ids of all parameters in the values of the state."""
         kept = [p for handler in self._handlers.of(ModelStateHandler).values() for p in handler.value.parameters()]
         kept += [handler.value for handler in self._handlers.of(ParameterHandler).values()]
-        known = {id(param) for param in kept}
+        return {id(param) for param in kept}
+
+    def _check_that_parameters_are_kept(self) -> None:
+        known = self._parameters()
         for name, handler in self._handlers.of(OptimizerStateHandler).items():
             for param in handler.params():
                 if id(param) not in known:
@@ -199,7 +216,8 @@ class TorchOptimizerSteps(OptimizerSteps):
         abandon_steps()  # also those of optimizers that are not in the state
         for handler in self._handlers.of(OptimizerStateHandler).values():
             if not isinstance(handler.value, DistributedOptimizerMixin):
-                handler.value.zero_grad(set_to_none=True)
+                for param in handler.params():  # a `zero_grad` of its own may want other arguments
+                    param.grad = None
         if changed := super().undo(plain):
             return changed
         if self._begun:
@@ -250,9 +268,12 @@ class TorchOptimizerSteps(OptimizerSteps):
             before = optimizer.register_step_pre_hook(begins)
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]
 
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        handlers = self._handlers.of(OptimizerStateHandler).values()
+        return [optimizer for handler in handlers for optimizer in handler.optimizers()]
+
     def _distributed(self) -> list[Any]:
-        values = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
-        return [value for value in values if isinstance(value, DistributedOptimizerMixin)]
+        return [optimizer for optimizer in self._optimizers() if isinstance(optimizer, DistributedOptimizerMixin)]
 
 
 class _ListEntry:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.store import Store
 
@@ -51,6 +53,7 @@ spark.stop()
 """
 
 
+@pytest.mark.soak
 def test_two_drivers_that_write_one_dataset_at_the_same_time(tmp_path: Path) -> None:
     """Both read the rows of the one that is done first; with other settings, the slower one is told."""
     programs = [

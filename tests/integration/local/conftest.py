@@ -1,21 +1,19 @@
 """Jobs on the local launcher, with a guard: after each test no process and no thread of ours is left."""
 
 import os
-import uuid
 
 import pytest
 
 from spark_elastic import LocalLauncher, run_async
-from tests.integration.processes import GONE_S, MARK, assert_gone, marked
+from tests.integration.processes import GONE_S, KEPT, MARK, OF_THIS_PROCESS, assert_gone, left_by_jobs
 from tests.leftovers import Before
 
 
 @pytest.fixture
 def start_job():
     """run_async on a LocalLauncher with quick settings; checks the leftovers at the end."""
-    mark = uuid.uuid4().hex
     before = Before()
-    os.environ[MARK] = mark
+    os.environ[MARK] = OF_THIS_PROCESS
     jobs = []
 
     def start(fn, args=(), *, hosts=("127.0.0.1",), preimport=(), launcher=None, **settings):
@@ -25,6 +23,7 @@ def start_job():
             "elastic_timeout": 30,
             "heartbeat_timeout": 10,
             "cooldown_range": (0.05, 1.0),
+            **(KEPT if preimport else {}),
             **settings,
         }
         launcher = launcher or LocalLauncher(hosts=hosts, preimport=preimport)
@@ -36,6 +35,6 @@ def start_job():
     for job in jobs:
         job.cancel("the test is over")
     del os.environ[MARK]
-    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, GONE_S)
+    assert_gone(left_by_jobs, GONE_S)
     jobs.clear()
     before.assert_nothing_left()

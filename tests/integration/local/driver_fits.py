@@ -14,7 +14,7 @@ from torch import nn
 from spark_elastic import DriverCallback, ElasticTorchEstimator, LocalLauncher
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.ml.callbacks import Callback
-from tests.integration.processes import is_running, wait_until
+from tests.integration.processes import KEPT, is_running, wait_until
 from tests.unit.ml.torch.estimators import make_net
 
 
@@ -82,7 +82,7 @@ def estimator(*callbacks: Any, **changes: Any) -> ElasticTorchEstimator:
             "epochs": 4,
             "num_proc": 2,
             "min_num_proc": 1,
-            "run_options": {"launcher": LocalLauncher(), "cooldown_range": (0.05, 1.0)},
+            "run_options": {"launcher": LocalLauncher(), "cooldown_range": (0.05, 1.0), **KEPT},
             "verbose": 0,
             "callbacks": [*callbacks],
             **changes,

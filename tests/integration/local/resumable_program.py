@@ -72,7 +72,7 @@ def undisturbed(limit: int) -> list[Any]:
 def settings(folder: Path) -> dict[str, Any]:
     from spark_elastic import LocalLauncher
 
-    launcher = LocalLauncher(preimport=("torch", "torch._dynamo"))
+    launcher = LocalLauncher(preimport=("torch",))
     return {"num_proc": 2, "launcher": launcher, "checkpoint_dir": folder / "runs", "run_id": "one", "verbose": 0}
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import JobCancelledError, StateLostError
 from spark_elastic.ml.callbacks import Callback
 from tests.integration.local.driver_fits import Killing, Pids, Watch, estimator
-from tests.integration.processes import GONE_S, MARK, assert_gone, marked, wait_until
+from tests.integration.processes import GONE_S, KEPT, MARK, OF_THIS_PROCESS, assert_gone, left_by_jobs, wait_until
 from tests.leftovers import Before
 from tests.unit.ml.torch.estimators import make_net, make_set
 
@@ -32,11 +31,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    mark, before = uuid.uuid4().hex, Before()
-    os.environ[MARK] = mark
+    before = Before()
+    os.environ[MARK] = OF_THIS_PROCESS
     yield
     del os.environ[MARK]
-    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, GONE_S)
+    assert_gone(left_by_jobs, GONE_S)
     before.assert_nothing_left()
 
 
@@ -152,7 +151,7 @@ def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
         time.sleep(300)
 
     watch, stopping = Watch(), Stopping()
-    launcher = {"num_proc": 1, "verbose": 0}
+    launcher = {"num_proc": 1, "verbose": 0, **KEPT}
     assert spark_elastic.run(work, launcher=LocalLauncher(), callbacks=[watch], **launcher) == [7]  # type: ignore[arg-type]
     assert watch.results[0].returned == [7]
     assert watch.runs[0].name.endswith("work")

@@ -11,7 +11,7 @@ from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.local import ends
 from tests.integration.processes import wait_until
 
-PREIMPORT = ("torch", "torch._dynamo", "spark_elastic.torch")
+PREIMPORT = ("torch", "spark_elastic.torch")
 WAIT_S = 90
 
 
@@ -36,11 +36,7 @@ def check(results, undisturbed):
 
 @pytest.mark.parametrize(
     "deaths",
-    [
-        [("save", 0), ("save", 0)],
-        [("gathered", 2)],
-        [("init", 1), ("saved", 1)],
-    ],
+    [[("gathered", 2), ("save", 0)], [("init", 1), ("saved", 1)]],
     ids=lambda deaths: ", ".join(f"rank {rank} at {place}" for place, rank in deaths),
 )
 def test_a_worker_that_dies_outside_of_the_loop_takes_no_result_along(start_job, tmp_path, undisturbed, deaths):
@@ -64,16 +60,8 @@ def after_two_loops():
 
 @pytest.mark.parametrize(
     ("deaths", "members"),
-    [
-        ([("in second", 1)], 2),
-        ([("between", 0), ("second entered", 1)], 0),
-        ([("before second", 2), ("after second", 0)], 0),
-    ],
-    ids=[
-        "a newcomer comes to the second loop",
-        "between and at the entry of the second",
-        "before and after the second",
-    ],
+    [([("in second", 1)], 2), ([("between", 0), ("after second", 0)], 0)],
+    ids=["a newcomer comes to the second loop", "between and after the second"],
 )
 def test_two_loops_in_one_function(start_job, tmp_path, after_two_loops, deaths, members):
     job = start_job(

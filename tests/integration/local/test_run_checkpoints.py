@@ -17,7 +17,6 @@ from spark_elastic.data.store import Store
 from spark_elastic.elastic.run_checkpoints import folder_of
 from spark_elastic.errors import CheckpointError, RunTakenError, StateLostError
 from spark_elastic.runs.checkpoints import Checkpoints
-from spark_elastic.runs.lease import OWNERS, Owner, ProcessIdentity
 from tests.integration.local.resumable_program import settings, train, undisturbed
 from tests.integration.processes import children, command_line, is_running, wait_until
 
@@ -93,16 +92,6 @@ def test_a_job_that_lost_all_workers_at_once_names_what_can_be_resumed(tmp_path:
     assert resumable in str(raised.value)
     assert resumable in str(job.changes()[-1])
     assert_resumed_at(start_job(train, (LIMIT,), **given).result(WAIT_S), 4)
-
-
-def test_a_driver_whose_run_was_taken_over_ends_its_job(tmp_path: Path, start_job: Any) -> None:
-    job = start_job(train, (LIMIT, 2), **settings(tmp_path))
-    wait_until(lambda: newest_step(tmp_path) == 2 or job.done(), WAIT_S, "the checkpoint of step 2")
-    process = ProcessIdentity("another", "machine", 1, 1, "program.py")
-    other = Owner(7, f"000007-{'0' * 32}.json", process, since=0.0, beat=0, beat_at=0.0)
-    Store.create(tmp_path / "runs" / "one").write_bytes(f"{OWNERS}/{other.name}", other.dumps())
-    with pytest.raises(RunTakenError, match=r"was taken over by the driver with pid 1 on another \(program\.py\)"):
-        job.result(WAIT_S)
 
 
 def is_worker(pid: int) -> bool:

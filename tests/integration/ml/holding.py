@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from spark_elastic.ml.callbacks import Callback, Run
 from tests.integration.processes import wait_until
@@ -64,13 +62,3 @@ class StepLog(Callback):
         if run.rank == 0:
             with self.path.open("a") as file:
                 file.write(f"{run.step}\n")
-
-
-def standing_rows(hold: Hold) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """For mapInPandas: each partition stands after its rows."""
-
-    def pass_on(batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
-        hold.stand()
-
-    return pass_on

@@ -71,7 +71,13 @@ def digit_estimator() -> Any:
     return ElasticTorchEstimator(**digit_settings(num_proc=2, validation=0.1, output_type="vector"))
 
 
-@pytest.mark.parametrize("make", [digit_estimator, keras_digit_estimator], ids=["torch", "keras"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(digit_estimator, id="torch"),
+        pytest.param(keras_digit_estimator, id="keras", marks=pytest.mark.soak),
+    ],
+)
 def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, digits: Any, tmp_path: Path) -> None:
     train, test = digits
     stages = [

@@ -16,7 +16,7 @@ from torch import nn
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
 from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import Cluster, local_cluster
-from tests.integration.ml.holding import Hold, HoldingCallback, StepLog, standing_rows
+from tests.integration.ml.holding import Hold, HoldingCallback, StepLog
 from tests.integration.processes import children, is_running, wait_for_file, wait_until
 from tests.unit.ml.torch.estimators import HereEstimator
 
@@ -124,12 +124,11 @@ def assert_nothing_left(cluster: Cluster, store: Path) -> None:
     assert not list(store.rglob("leases/*"))
 
 
-@pytest.mark.parametrize(("event", "step"), [("on_batch_end", STEPS + 3), ("on_fit_end", EPOCHS * STEPS)])
-def test_rank_0_and_its_executor_may_die_at(
-    event: str, step: int, cluster: Cluster, hold: Hold, tmp_path: Path, undisturbed: Any
+def test_rank_0_and_its_executor_may_die_at_the_end(
+    cluster: Cluster, hold: Hold, tmp_path: Path, undisturbed: Any
 ) -> None:
     killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
-    model = fit_on(cluster, tmp_path, callbacks=[HoldingCallback(hold, event, step)])
+    model = fit_on(cluster, tmp_path, callbacks=[HoldingCallback(hold, "on_fit_end", EPOCHS * STEPS)])
     killer.join()
     assert [row for row in model.events if row["kind"] == "lost"]
     assert_same(model, undisturbed)
@@ -191,18 +190,6 @@ def test_a_keras_fit_is_that_without_the_kill_and_resumes(cluster: Cluster, hold
     assert again.training.resume_from is not None
     assert resumed.history[:EPOCHS] == tuple(model.history)
     assert len(resumed.history) == EPOCHS + 1
-
-
-def test_an_executor_may_die_while_it_writes_rows(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
-    df = table(cluster.spark).withColumn("y", F.col("y").cast("double"))
-    slow = df.mapInPandas(standing_rows(hold), df.schema)
-    killer = when(hold, 2, lambda pids: kill_executors_of(cluster, pids[:1]))
-    model = fit_on(cluster, tmp_path, slow, epochs=1)
-    killer.join()
-    assert model.history["rows"] == [800]
-    alone = HereEstimator(**settings(tmp_path / "alone", epochs=1)).fit(df)
-    assert np.allclose(model.history["loss"], alone.history["loss"], rtol=1e-4)
-    assert_nothing_left(cluster, tmp_path)
 
 
 def test_when_all_workers_are_lost_fit_goes_on_from_the_last_checkpoint(

@@ -295,6 +295,7 @@ def test_cell_of_100_mb_is_trained_on(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1"], done.stderr[-3000:]
 
 
+@SAME_FOR_BOTH
 def test_fewer_rows_than_workers(here: ModuleType, spark: Any, store: Path) -> None:
     torch = here.__name__.endswith("torch.estimators")
     base = here.HereEstimator.__mro__[1]

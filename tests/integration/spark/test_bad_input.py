@@ -65,19 +65,15 @@ def test_a_job_can_be_cancelled_at_any_time(jobs):
     wait_until(lambda: active_jobs(jobs.cluster) or probing.done(), WAIT_S, "the probe runs")
     cancelled(probing, "while it looks for slots")
 
-    busy, diary = jobs.train(3)
+    busy, diary = jobs.train(2, max_num_proc=5)  # two slots stay pending
     diary.wait_for_world(3)
     waiting = jobs.start(abs, (-1,), num_proc=2)
     wait_until(lambda: waiting.status().phase, WAIT_S, "it waits")
     cancelled(waiting, "while it waits for slots")
-    cancelled(busy, "while another one has waited for its slots")
+    cancelled(busy, "while it trains and another one has waited for its slots")
+    diary.check(busy)
 
-    job, diary = jobs.train(3, max_num_proc=5)  # two slots stay pending
+    job, diary = jobs.train(2)
     diary.hold("init", "any")
     diary.held("init")
     cancelled(job, "while its workers start")
-
-    job, diary = jobs.train(2, max_num_proc=5)
-    diary.wait_for_world(3)
-    cancelled(job, "while it trains")
-    diary.check(job)

@@ -9,7 +9,7 @@ from spark_elastic import run
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.start import prepare_workers
 from tests.integration.clusters import local_cluster
-from tests.integration.processes import GONE_S, is_running, wait_until
+from tests.integration.processes import GONE_S, is_running, wait_until, without_servers
 from tests.integration.spark.conftest import job_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")]
@@ -39,8 +39,8 @@ def where_it_runs(path=None):
 
 def servers(cluster):
     """Return the fork servers, whose keepers and workers have the same command line."""
-    forked = {pid for pid, command in job_processes(cluster).items() if "task.fork_server" in command}
-    return {pid for pid in forked if is_running(pid) and parent_of(pid) not in forked}
+    found = job_processes(cluster)
+    return {pid for pid in found.keys() - without_servers(found).keys() if is_running(pid)}
 
 
 def wait_for_end(pids):
@@ -60,12 +60,7 @@ def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(
     assert {word for _, _, word, *_ in first} == {"first"}
     assert {word for _, _, word, *_ in second} == {None}
     assert {pid for *_, pid in first}.isdisjoint({pid for *_, pid in second})
-    # the fixture sees that the servers end
-
-
-def parent_of(pid):
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])
+    wait_until(lambda: not servers(cluster), KEEP_S + GONE_S, "the servers end")
 
 
 def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster):
@@ -74,9 +69,3 @@ def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster)
     wait_until(lambda: len(servers(cluster)) == 2, GONE_S, "both executors have a server")
     prepared = servers(cluster)
     assert {server for server, *_ in run(where_it_runs, **settings)} == prepared
-
-
-def test_nothing_is_kept_unless_asked_for(jobs, cluster):
-    pids = [pid for *_, pid in run(where_it_runs, num_proc=2, spark=cluster.spark, verbose=0)]
-    assert not servers(cluster)
-    wait_for_end(pids)

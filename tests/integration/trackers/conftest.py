@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from spark_elastic.data.dataset import Dataset
-from tests.integration.processes import GONE_S, MARK, assert_gone, marked
+from tests.integration.processes import GONE_S, MARK, OF_THIS_PROCESS, assert_gone, left_by_jobs
 from tests.integration.tracking_server import TrackingServer, tracking_server
 from tests.unit.ml.torch.estimators import make_set
 
@@ -43,8 +42,7 @@ def mlflow(server: TrackingServer) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def no_worker_left() -> Iterator[None]:
-    mark = uuid.uuid4().hex
-    os.environ[MARK] = mark
+    os.environ[MARK] = OF_THIS_PROCESS
     yield
     del os.environ[MARK]
-    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, GONE_S)
+    assert_gone(left_by_jobs, GONE_S)

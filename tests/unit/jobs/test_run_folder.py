@@ -24,6 +24,8 @@ def call(folder: Path, **settings: Any) -> RunCall:
     [
         ({"run_id": "one"}, "run_id='one' without checkpoint_dir"),
         ({"run_id": "../one", "checkpoint_dir": "runs"}, "run_id must be letters"),
+        ({"checkpoint_dir": ""}, "checkpoint_dir must be a path, a URI or a Store, not ''"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir must be a path, a URI or a Store, not 5"),
     ],
 )
 def test_a_run_id_that_names_nothing_is_refused(settings: dict[str, Any], why: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +30,9 @@ class Lookahead(torch.optim.Optimizer):
         self.base, self.param_groups, self.steps = base, base.param_groups, 0
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
+    def zero_grad(self):  # without torch's argument
+        self.base.zero_grad()
+
     def step(self, closure=None):
         self.base.step()
         self.steps += 1
@@ -44,6 +49,7 @@ class Signs(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
         self.means, self._count, self.saved = None, 0, {"losses": []}
+        self.recent, self.noise, self.scales = deque(maxlen=2), np.random.default_rng(0), np.ones(2)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -54,10 +60,28 @@ class Signs(torch.optim.Optimizer):
         self.saved["losses"].append(self._count)
         for param, mean in zip(params, self.means.values(), strict=True):
             mean.lerp_(param.grad, 0.3)
-            param.sub_(mean.sign() / (10 * len(self.saved["losses"])))
+            self.recent.append(self._count)
+            self.scales *= 1 + self.noise.random() / 10
+            param.sub_(mean.sign() * self.scales[0] / (10 * len(self.saved["losses"]) + sum(self.recent)))
 
     def state_dict(self):
         return {"means": self.means, "count": self._count}
+
+
+class Turns(torch.optim.Optimizer):
+    """Has a list of optimizers, which step in turn."""
+
+    def __init__(self, optimizers):
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
+        self.optimizers, self.steps = optimizers, 0
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self, closure=None):
+        self.optimizers[self.steps % len(self.optimizers)].step()
+        self.steps += 1
 
 
 class Average(torch.nn.Module):
@@ -91,13 +115,14 @@ class Remembering(torch.nn.Linear):
         super().__init__(3, 1)
         self.register_buffer("scale", torch.ones(()), persistent=False)
         self.register_buffer("bank", None)
+        self.register_buffer("offsets", torch.zeros(()).expand(3))
         self.longest, self.calls = 2, 0
 
     def forward(self, rows):
         self.calls += 1
         self.scale.mul_(0.9)
         self.bank = rows if self.bank is None else torch.cat([self.bank, rows])
-        return super().forward(rows) * self.scale + self.bank.mean() + self.cached(len(self.bank))
+        return super().forward(rows + self.offsets) * self.scale + self.bank.mean() + self.cached(len(self.bank))
 
     def cached(self, length):
         if not hasattr(self, "table") or self.longest < length:
@@ -120,7 +145,11 @@ def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_ma
         optimizer = Lookahead(torch.optim.Adam(params, lr=0.1))
     if kind == "optimizer":
         optimizer = Signs(params)
+    if kind == "optimizers within":
+        optimizer = Turns([torch.optim.Adam(params[:1], lr=0.1), torch.optim.SGD(params[1:], lr=0.1, momentum=0.9)])
     optimizer = hvd.DistributedOptimizer(optimizer)
+    if kind == "optimizer around":
+        optimizer = Lookahead(optimizer)
     metric = Average()
     more = {"temperature": {"temperature": temperature}, "metric": {"metric": metric}, "buffers": {}}.get(kind, {})
     state = TorchState(model, optimizer, losses=[], step=0, **more)
@@ -160,7 +189,16 @@ def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_ma
     }
 
 
-KINDS = ["optimizer within", "optimizer", "metric", "buffers", "temperature", "attribute"]
+KINDS = [
+    "optimizer within",
+    "optimizers within",
+    "optimizer around",
+    "optimizer",
+    "metric",
+    "buffers",
+    "temperature",
+    "attribute",
+]
 
 
 @pytest.mark.parametrize("when", ["step_begins", "loss_computed", "step_made"])
@@ -275,6 +313,91 @@ def test_an_optimizer_without_torchs_init_is_refused():
 
     with pytest.raises(UsageError, match=r"optimizer of the state is a Own.*super\(\)"):
         TorchState(optimizer=Own(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)))
+
+
+def test_an_optimizer_that_keeps_tensors_by_parameter_itself_is_refused():
+    optimizer: Any = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer.means = {optimizer.param_groups[0]["params"][0]: torch.zeros(1)}
+    with pytest.raises(UsageError, match=r"means of a SGD has parameters and other tensors.*state\[parameter\]"):
+        TorchState(optimizer=optimizer)
+
+
+def test_a_learning_rate_that_is_a_tensor_returns_in_place():
+    rate, params = torch.tensor(0.5), [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.Adam([{"params": [param]} for param in params], lr=rate, foreach=False)
+    state = TorchState(optimizer=optimizer)
+    rate.mul_(2)
+    state.restore()
+    assert rate == 0.5
+    first, second = optimizer.param_groups
+    first["lr"], second["lr"] = rate, torch.tensor(0.25)
+    state.save()
+    second["lr"] = rate  # shared, as in a new optimizer
+    state.restore()
+    assert (first["lr"], second["lr"]) == (0.5, 0.25)
+
+
+def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alone):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @hvd.elastic.run
+    def loop(state):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        state.commit()
+
+    with pytest.raises(UsageError, match=r"an optimizer of the state's parameters \(SGD\) .* not in its state"):
+        loop(TorchState(model, steps=0))
+    loop(TorchState(torch.nn.Linear(1, 1), steps=0))  # trains what is not in the state
+
+
+class Growing(torch.nn.Module):
+    """Gets modules in its forward pass: with parameters, or a metric."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.layers = make, torch.nn.ModuleList()
+
+    def grow(self):
+        self.layers.append(self.make())
+        if isinstance(self.layers[-1], Average):
+            self.layers[-1].update(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(lambda: torch.nn.BatchNorm1d(1), "layers.0.weight"), (Average, "layers.0")]
+)
+def test_a_model_that_differs_in_its_modules_is_refused_by_name(alone, make, what):
+    model, other = Growing(make), Growing(make)
+    state, newcomer = TorchState(model, step=0), TorchState(other, step=0)
+    model.grow()
+    with pytest.raises(UsageError, match=rf"the model of this worker differs .*{what}"):
+        newcomer._set_values(state._values())
+    if make is not Average:  # what a commit does not have cannot return to it
+        with pytest.raises(UsageError, match=rf"there is no {what}, .*; commit after each change of the layers"):
+            state.restore()
+        assert model.layers[0].running_mean is not None
+
+
+def test_a_sparse_buffer_is_refused_by_name():
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(UsageError, match="graph of the model is a sparse tensor"):
+        TorchState(model)
+
+
+class Ema:
+    """A moving average of a model, without `state_dict`."""
+
+    def __init__(self, model):
+        self.about = {"model": model}
+
+
+@pytest.mark.parametrize("value", [Ema, lambda model: [[model]], lambda model: {"a": Ema(model)}])
+def test_a_value_with_a_model_in_it_is_refused(value):
+    with pytest.raises(UsageError, match=r"ema of the state is a .* with a Linear, which would be replaced by a copy"):
+        TorchState(ema=value(torch.nn.Linear(1, 1)))
 
 
 def test_metrics_of_torchmetrics_return_to_the_commit():

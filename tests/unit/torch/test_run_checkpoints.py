@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
+from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
@@ -94,6 +97,12 @@ def run(function: Any, state: Any, frontend: Any) -> Any:
     return elastic_loop(function, frontend)(state)
 
 
+def within_itself() -> list[Any]:
+    values: list[Any] = []
+    values.append(values)
+    return values
+
+
 def never(state: Any) -> None:
     raise AssertionError("the function was called")
 
@@ -104,6 +113,18 @@ def never(state: Any) -> None:
         (lambda: OwnState(), "OwnState has a save and restore of its own.*ObjectState"),
         (lambda: hvd.elastic.ObjectState(n=0, odd={"a": [object()]}), r"state\.odd\.a\[0\] is of builtins\.object"),
         (lambda: hvd.elastic.TorchState(n=0, odd=slice(1)), r"state\.odd is of builtins\.slice.*state_dict"),
+        *(
+            (lambda value=value: hvd.elastic.ObjectState(n=0, odd=[value]), rf"state\.odd\[0\] is of .*\.{kind}, which")
+            for kind, value in [
+                ("TensorSpec", TensorSpec("a", (), torch.float32, True)),
+                ("defaultdict", defaultdict(list)),
+                ("Fraction", Fraction(1, 3)),
+                ("MaskedArray", np.ma.masked_array([1.0], [True])),
+                ("ndarray", np.ones(1, ">f4")),
+                ("Parameter", torch.nn.Parameter(torch.ones(1))),
+            ]
+        ),
+        (lambda: hvd.elastic.ObjectState(n=0, odd=within_itself()), r"state\.odd contains itself"),
     ],
 )
 def test_a_state_that_cannot_be_written_is_refused_by_name_before_the_loop(fence: Any, state: Any, why: str) -> None:
@@ -164,12 +185,26 @@ def test_each_loop_of_a_function_has_checkpoints_of_its_own(fence: Any) -> None:
     assert function(frontend_of(fence, newest)) == [102, 103]
 
 
-def test_a_checkpoint_of_another_state_is_refused_by_name(fence: Any) -> None:
-    run(commits_until(1), hvd.elastic.ObjectState(n=0), frontend_of(fence))
+def trained_by(kind: Any) -> Any:
+    model = torch.nn.Linear(1, 1)
+    return hvd.elastic.TorchState(model, kind(model.parameters(), lr=0.1), n=0)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "why"),
+    [
+        (lambda: hvd.elastic.ObjectState(n=0), lambda: hvd.elastic.ObjectState(n=0, m=1), "has m"),
+        (lambda: hvd.elastic.ObjectState(n=0), lambda: trained_by(torch.optim.SGD), "has model, optimizer"),
+        (lambda: trained_by(torch.optim.Adam), lambda: trained_by(torch.optim.SGD), "of type SGD .* of type Adam"),
+        (lambda: trained_by(torch.optim.SGD), lambda: trained_by(torch.optim.Adam), "of type Adam .* of type SGD"),
+    ],
+)
+def test_a_checkpoint_of_another_state_is_refused_by_name(fence: Any, alone: Any, wrote: Any, reads: Any, why: str):
+    run(commits_until(1), wrote(), frontend_of(fence))
     (*_, newest) = Checkpoints(folder_of(fence.run, 1)).complete()
     frontend = frontend_of(fence, {1: newest})
-    with pytest.raises(CheckpointError, match=f"{newest.name} in .* is of another state: .*has m.*another run_id"):
-        run(never, hvd.elastic.ObjectState(n=0, m=1), frontend)
+    with pytest.raises(CheckpointError, match=f"{newest.name} in .* is of another state: .*{why}.*another run_id"):
+        run(never, reads(), frontend)
 
 
 def test_a_value_that_becomes_unwritable_is_said_and_the_loop_goes_on(fence: Any, caplog: Any) -> None:
@@ -178,7 +213,7 @@ def test_a_value_that_becomes_unwritable_is_said_and_the_loop_goes_on(fence: Any
         state.commit()
 
     run(loop, hvd.elastic.ObjectState(n=0), frontend_of(fence))
-    assert "a checkpoint could not be written (CheckpointError: state.light.n is of builtins.object" in caplog.text
+    assert "a checkpoint could not be written (CheckpointError: state.n is of builtins.object" in caplog.text
     assert steps_in(fence) == []
 
 

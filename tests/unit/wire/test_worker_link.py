@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire.messages import WorldAssigned
 from spark_elastic.wire.worker_link import WorkerLink
@@ -13,6 +16,9 @@ HELD = StateVersion(steps=7)
 
 class Channel:
     """Takes every message."""
+
+    def start(self, *_, **__):
+        pass
 
     def send(self, message):
         pass
@@ -44,3 +50,17 @@ def test_two_members_report_at_once_that_a_world_has_begun_and_its_first_step(ra
 @pytest.mark.parametrize("rank", range(4))
 def test_a_member_that_held_no_state_reports_its_first_version_at_once(rank):
     assert reports_at_once(in_a_world_of_four(rank, None), HELD.marked())
+
+
+def test_a_forked_child_sends_nothing_on_its_parents_channel():
+    link = in_a_world_of_four(0, HELD)
+    link.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            link.join(1, HELD)
+        except UsageError as error:
+            os._exit(0 if "forked child" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
