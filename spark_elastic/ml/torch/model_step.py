@@ -133,10 +133,6 @@ class ModelStep(ABC):
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
-    def set_mode(self, model: Any, training: bool) -> None:
-        """Put the model in training mode or in eval mode. Called before the steps, also again in a new world."""
-        model.train(training)
-
     def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
 
