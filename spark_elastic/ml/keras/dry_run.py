@@ -151,7 +151,8 @@ def _check_denominators(
 
 def _compare(ready: PreparedModel, names: Sequence[str], rows: int, wholes: Any, divided: Any, shapes: str) -> None:
     scale = np.maximum(np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0)), 1e-3)  # sums of what cancels out
-    rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 1e-3
+    # outputs that differ little give about the same for all pairs as for the right ones
+    rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 2e-5 if shapes else 1e-3
     apart = np.abs(wholes.mean(0) - divided.mean(0))
     within = apart <= rounding * scale + np.ptp(wholes, 0) + np.ptp(divided, 0)
     wrong = ~within & np.isfinite(wholes).all(0)  # a part may be NaN
