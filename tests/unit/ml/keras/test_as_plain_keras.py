@@ -154,7 +154,7 @@ def of_heads() -> dict[str, Any]:
 def stateful() -> list[Any]:
     metrics = keras.metrics
     return [
-        *(metrics.CategoricalAccuracy(), metrics.Precision(), metrics.Recall(class_id=1), metrics.F1Score()),
+        *(metrics.CategoricalAccuracy(), metrics.Precision(), metrics.Recall(class_id=1), metrics.F1Score("macro")),
         *(metrics.AUC(num_thresholds=20), metrics.AUC(num_thresholds=10, multi_label=True, name="by_class")),
         *(metrics.OneHotMeanIoU(CLASSES), metrics.R2Score(), metrics.RootMeanSquaredError()),
         metrics.SensitivityAtSpecificity(0.5, num_thresholds=20),
