@@ -90,6 +90,10 @@ def summed(
     denominator). Sample weights need a value or a numerator for each row. Raises DataError if it is something else.
     """
     count = float(rows)
+    if weights is not None and weights.shape != (rows,):
+        if weights.numel() != rows:
+            raise DataError(f"sample weights of shape {list(weights.shape)} for {rows} rows; give each row one number")
+        weights = weights.reshape(rows)
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value, denominator = value
         if isinstance(denominator, torch.Tensor) and denominator.requires_grad:
