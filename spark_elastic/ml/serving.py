@@ -282,8 +282,8 @@ def _no_prediction(count: int, rows: int) -> DataError:
 
 
 def has_rows(output: Any, rows: int) -> bool:
-    """Return whether what a model returned is an array with a value for each row."""
-    return isinstance(output, np.ndarray) and output.shape[:1] == (rows,)
+    """Return whether what a model returned is an array with a value for each row, which a column can hold."""
+    return isinstance(output, np.ndarray) and output.shape[:1] == (rows,) and output.dtype.kind != "c"
 
 
 def _joined(column: AddedColumn, parts: Sequence[Array]) -> pa.Array:

@@ -151,7 +151,8 @@ def _check_denominators(
 
 def _compare(ready: PreparedModel, names: Sequence[str], rows: int, wholes: Any, divided: Any, shapes: str) -> None:
     scale = np.maximum(np.maximum(np.abs(wholes).max(0), np.abs(divided).max(0)), 1e-3)  # sums of what cancels out
-    rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 1e-3
+    # outputs that differ little give about the same for all pairs as for the right ones
+    rounding = 1e-2 if "16" in str(ready.model.compute_dtype) else 2e-5 if shapes else 1e-3
     apart = np.abs(wholes.mean(0) - divided.mean(0))
     within = apart <= rounding * scale + np.ptp(wholes, 0) + np.ptp(divided, 0)
     wrong = ~within & np.isfinite(wholes).all(0)  # a part may be NaN
@@ -218,9 +219,14 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
     with common.optimizer_errors(optimizer, "weights"):
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
-        _check_sums(ready, arrays)
+        if ready.model._compile_loss is not None or ready.model.losses or _has_test_step(ready.model):
+            _check_sums(ready, arrays)
         _check_pairs(ready, tensors)
     return sums
+
+
+def _has_test_step(model: Any) -> bool:
+    return not str(type(model).test_step.__module__).startswith("keras.")
 
 
 def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:

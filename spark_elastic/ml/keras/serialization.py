@@ -184,7 +184,7 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
 
 # --- the user's classes and functions that a configuration names ----------------------------------------
 
-_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction", "self")
+_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")
 """Arguments that Keras itself writes into a configuration."""
 
 
@@ -256,7 +256,7 @@ def check_config(value: Any, error: type[Exception]) -> None:
     if isinstance(value, keras.layers.Layer) and not isinstance(value, keras.Model):
         return
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(maker.__init__).parameters.values()  # type: ignore[misc]
+    _, *parameters = inspect.signature(maker.__init__).parameters.values()  # type: ignore[misc]
     if any(each.kind not in variable and each.name not in _KEPT_BY_KERAS for each in parameters):
         name = kind.__name__
         raise error(f"{name}.get_config() leaves out arguments of {name}.__init__; it has to return all of them")

@@ -5,6 +5,7 @@ They are traced once: rows, shares and seeds are tensors, and the reduction look
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -89,6 +90,8 @@ class GradientRecord:
 
 # --- the graphs ---------------------------------------------------------------------------------------
 
+_WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")
+"""The operations of TensorFlow that change a variable."""
 OF_STEP = tf.TensorSpec([3], tf.int64)
 """The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
 
@@ -131,6 +134,7 @@ class StepGraphs:
         # Traced once for all graphs: a loss may have a state in Python, which each trace would change. A concrete
         # function skips the checks of its arguments at each call.
         self._part = graph(self._gradients, specs, of_part).get_concrete_function()
+        _check_unchanged(model, self._part.graph)
         self._add, self._finish = graph(_sum), graph(self._finished)
         self._uncounted = graph(self._uncounted_pass, specs, of_part)
         self._count = graph(self._denominators, specs)
@@ -256,6 +260,19 @@ class StepGraphs:
         """Undo the changes of a failed step's forward pass."""
         for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)
+
+
+def _check_unchanged(model: Any, graph: Any) -> None:
+    """Raise InvalidSettingsError if a train_step, traced as this graph, changes trained weights itself."""
+    names = {id(variable.value.handle): variable.path for variable in model.trainable_variables}
+    inner = {captured.name: names[id(outer)] for outer, captured in graph.captures if id(outer) in names}
+    written = [op.inputs[0].name for op in graph.get_operations() if op.inputs and _WRITES.match(op.type)]
+    if changed := sorted({inner[name] for name in written if name in inner}):
+        raise InvalidSettingsError(
+            f"train_step changes {', '.join(changed[:3])} by another optimizer or by an assign, so by the rows of each "
+            "worker alone, or before the step that the gradients make. Apply the gradients of all weights by the "
+            "optimizer that the model is compiled with, and bound weights by a constraint of their layer"
+        )
 
 
 def part_arguments(part: BatchPart, global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:

@@ -63,6 +63,7 @@ def dry_run(
             )
     common.check_order(training)
     check_one_best(training.callbacks)
+    _warn_of_modes(training)
     _check_tables(training)
     _check_loss_parameters(training)
     if training.sync_batch_norm:
@@ -184,6 +185,17 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     check_losses(training, objective, part, result)
     _check_writable(training, model, optimizer, schedule)
     return result, {"logged": logged, "paired": objective.paired}
+
+
+def _warn_of_modes(training: TorchTraining) -> None:
+    """Warn of parts of a model in training mode that are in eval mode and stay in it."""
+    frozen = [name for name, each in training.model.named_modules() if not each.training]
+    if training.model.training and frozen and not isinstance(training.train_fn, ModelStep):
+        log.warning(
+            "%s of the model: in eval mode, and stays in it. Dropout does nothing there, and batch normalisation uses "
+            "its running statistics. Call model.train() before fit if that is not meant",
+            ", ".join([*frozen[:3], *["..."][: len(frozen) - 3]]),
+        )
 
 
 def _check_tables(training: TorchTraining) -> None:

@@ -165,8 +165,6 @@ class LightningStep(ModelStep):
         self._index = 0
         self._begun: int | None = None
         """The epoch whose `on_train_epoch_start` was called in this process."""
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
-        """Each submodule and whether it was in training mode before the last validation."""
 
     def __reduce__(self) -> Any:
         return LightningStep, self._planned
@@ -181,20 +179,6 @@ class LightningStep(ModelStep):
             "train_fn": LightningStep(epochs, steps_an_epoch),
             **settings_of(returned, steps_an_epoch),
         }
-
-    def set_mode(self, model: Any, training: bool) -> None:
-        """Keep submodules in the modes that the module has chosen for them, as Lightning does.
-
-        A frozen part stays in eval mode: at the first step, after each validation, and when the world has changed.
-        """
-        if not training:
-            if model.training:
-                self._modes = [(each, each.training) for each in model.modules()]
-            model.eval()
-        elif not model.training:
-            model.train()
-            for each, mode in self._modes:
-                each.training = mode
 
     def begin(self, model: Any, place: StepPlace) -> None:
         self._index = place.index

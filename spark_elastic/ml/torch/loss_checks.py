@@ -104,7 +104,7 @@ def _pairs_all(
 
 def _other_outputs(output: Any, odd: torch.Tensor) -> Any:
     """Return the output of the first row in even rows, and the opposite in odd ones, so that thresholds divide them."""
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.shape[:1] != odd.shape:
+    if not _has_rows(output, len(odd)) or not output.is_floating_point():
         return output
     first = output[:1]
     is_unit = bool(((first >= 0) & (first <= 1)).all())  # perhaps probabilities, which have to remain such
@@ -138,19 +138,46 @@ def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch
 
     Raises:
         DataError: a loss compares each output with the labels of all rows.
-        InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set.
+        InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set; or one of torch has
+            weights of the rows of a batch.
     """
+    for term, output in zip(objective.terms, result.outputs, strict=False):
+        for name, factor in term.factors.items():
+            if isinstance(factor, torch.Tensor) and factor.dim() == output.dim() and factor.shape[0] != 1:
+                raise InvalidSettingsError(
+                    f"{name} of {term.name} has the shape {list(factor.shape)} for outputs of shape "
+                    f"{['rows', *output.shape[1:]]}, so it has a value for each row of one batch, whose rows and their "
+                    "number change. Put weights of rows into a column, and name it in sample_weight_col"
+                )
     per_worker = training.loss_is_per_worker
     if per_worker and all(count == part.rows for count in result.counts):
         return
     if training.train_fn is not None:
-        _check_train_fn(training, objective, part)
+        step = training.train_fn
+        _check_by_model(
+            training, objective, part, f"the loss of {step.name}" if isinstance(step, ModelStep) else "train_fn"
+        )
         return
     losses = training.loss if isinstance(training.loss, Sequence) else [training.loss] * len(objective)
     own = [at for at, term in enumerate(objective.terms) if term.own]
-    batch = _more_rows(training, part, result.outputs) if own else part
+    by_row = all(_has_rows(result.outputs[at], part.rows) for at in own)
+    batch = _more_rows(training, part, result.outputs) if own and by_row else part
     for at in own:
-        _check_term(losses[at], objective.terms[at], at, part, result.outputs[at].detach(), batch, per_worker)
+        term = objective.terms[at]
+        try:
+            if by_row:
+                _check_term(losses[at], term, at, part, result.outputs[at].detach(), batch, per_worker)
+            else:
+                _check_by_model(training, objective, part, term.name, at)
+        except InvalidSettingsError as error:
+            if not (hint := objective.hint(result.outputs)):
+                raise
+            raise InvalidSettingsError(f"{error}. Perhaps it needs more than one output: {hint}") from None
+
+
+def _has_rows(output: Any, rows: int) -> bool:
+    dense = isinstance(output, torch.Tensor) and output.layout is torch.strided
+    return dense and output.shape[:1] == (rows,)
 
 
 def _more_rows(training: TorchTraining, part: TorchBatch, outputs: Sequence[Any] = ()) -> TorchBatch:
@@ -192,15 +219,15 @@ def _check_term(
     _compare(term.name, whole, of, other, shapes, batch.rows, per_worker)
 
 
-def _check_train_fn(training: TorchTraining, objective: Objective, part: TorchBatch) -> None:
+def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBatch, name: str, at: int = 0) -> None:
+    """Try loss number `at` by calling the model, where it is not a function of outputs by row."""
     model, of_model = training.model, isinstance(training.train_fn, ModelStep)
-    name = f"the loss of {training.train_fn.name}" if isinstance(training.train_fn, ModelStep) else "train_fn"
     modes = [(module, module.training) for module in model.modules()]
     batch = _more_rows(training, part)
 
     def of_batch(rows: TorchBatch) -> tuple[torch.Tensor, float]:
         result = objective.forward(model, rows)
-        return result.sums[0], result.counts[0]
+        return result.sums[at], result.counts[at]
 
     def whole(axis: int | None) -> tuple[torch.Tensor, float]:
         labels = tuple(_other_shape(each, axis) for each in batch.labels)
@@ -292,8 +319,9 @@ def _compare(
         return None
     sums = [float(part[0]) for part in found]
     parts, size = sum(sums) / count, sum(map(abs, sums)) / count
-    near = max(1e-4, 8 * torch.finfo(expected[0].dtype).eps) * size
-    if abs(parts - loss) <= near:
+    eps, apart = torch.finfo(expected[0].dtype).eps, abs(parts - loss)
+    near = max(1e-4, 8 * eps) * size
+    if apart <= 64 * eps * size:
         return None
     means = []
     for axis in (-1, 1) if shapes else ():
@@ -301,8 +329,11 @@ def _compare(
             warnings.simplefilter("ignore")
             total, denominator = whole(axis)
             means.append(float(total) / denominator)
-    if any(abs(parts - mean) <= near for mean in means):
+    # outputs that differ little give about the same for all pairs as for the right ones
+    if any(abs(parts - mean) <= (near if apart > near else apart / 8) for mean in means):
         raise _all_pairs_error(name, shapes)
+    if apart <= near:
+        return None
     raise InvalidSettingsError(
         f"{name} is not a mean over rows: for the first {rows} rows together it is {loss:.6g}, and the mean of its "
         f"values for {len(found)} parts of them is {parts:.6g}, so the result would depend on the number of workers "

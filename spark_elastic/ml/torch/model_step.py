@@ -90,6 +90,10 @@ def summed(
     denominator). Sample weights need a value or a numerator for each row. Raises DataError if it is something else.
     """
     count = float(rows)
+    if weights is not None and weights.shape != (rows,):
+        if weights.numel() != rows:
+            raise DataError(f"sample weights of shape {list(weights.shape)} for {rows} rows; give each row one number")
+        weights = weights.reshape(rows)
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value, denominator = value
         if isinstance(denominator, torch.Tensor) and denominator.requires_grad:
@@ -132,10 +136,6 @@ class ModelStep(ABC):
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
-
-    def set_mode(self, model: Any, training: bool) -> None:
-        """Put the model in training mode or in eval mode. Called before the steps, also again in a new world."""
-        model.train(training)
 
     def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""

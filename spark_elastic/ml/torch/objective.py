@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from spark_elastic.ml.preparation import (
 from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPlace, TorchBatch, summed
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
+
+log = logging.getLogger("spark_elastic.ml")
 
 # --- batches --------------------------------------------------------------------------------------
 
@@ -167,6 +170,8 @@ class LossTerm:
         self._adds = self.is_sum or divided
         """What the loss returns is a sum over the elements of a row, or of all rows."""
         self._weight, self._ignored = setting("weight", None), setting("ignore_index", -100)
+        self.factors = {} if self.own else {name: setting(name, None) for name in ("weight", "pos_weight")}
+        """The factors of a loss of torch by element, perhaps None; they must not be those of a batch's rows."""
         self._loss = loss
         if weighted:
             self._loss = _with_reduction(loss, "none") or loss
@@ -230,6 +235,8 @@ class Objective:
         self.paired = paired
         """`train_fn` returns (numerator, denominator), not (loss, outputs); None: as each result looks."""
         self._step = train_fn if isinstance(train_fn, ModelStep) else None
+        self._frozen: list[torch.nn.Module] = []
+        """Submodules that were in eval mode when the model was last in training mode."""
         self.terms: list[LossTerm] = []
         if train_fn is None:
             several = isinstance(loss, Sequence)
@@ -254,11 +261,16 @@ class Objective:
         return self.terms[which].rule if 0 <= which < len(self.terms) else None
 
     def set_mode(self, model: torch.nn.Module, training: bool) -> None:
-        """Put the model in training mode or in eval mode."""
-        if self._step is None:
-            model.train(training)
-        else:
-            self._step.set_mode(model, training)
+        """Put the model in training mode or in eval mode; called before steps, also again in a new world.
+
+        Submodules that are in eval mode while the model is in training mode stay in it: a frozen part stays frozen. A
+        model that is in eval mode itself, as one that has made predictions, is put in training mode as a whole.
+        """
+        if model.training:
+            self._frozen = [each for each in model.modules() if not each.training]
+        model.train(training)
+        for each in self._frozen if training else ():
+            each.training = False
 
     def begin(self, model: torch.nn.Module, place: StepPlace) -> None:
         """Tell a `ModelStep` where in the training the next calls of `forward` are."""
@@ -280,9 +292,22 @@ class Objective:
             label = term.shaped(label, outputs[at], at)
             try:
                 pairs.append(term(outputs[at], label, batch.weights, batch.rows))
-            except IndexError as error:
+            except Exception as error:
+                if term.own and (hint := self.hint(outputs)):
+                    log.warning("the loss %s failed; %s", term.name, hint)
+                if not isinstance(error, IndexError):
+                    raise
                 raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
         return ForwardResult(outputs, batch.labels, [total for total, _ in pairs], [count for _, count in pairs])
+
+    def hint(self, outputs: Sequence[Any]) -> str:
+        """Return what to do if a loss was meant to get several outputs; "" if the model has no more than losses."""
+        if self._train_fn is not None or len(outputs) <= len(self.terms):
+            return ""
+        return (
+            f"the model returns {len(outputs)} outputs, and a loss gets the one of its label alone, the first for the "
+            "first; a train_fn calls the model itself, and has all outputs"
+        )
 
     def _forward_by_train_fn(self, train_fn: Any, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         returned = train_fn(model, batch)

@@ -346,9 +346,9 @@ class Trainer:
 
     def _show_epoch(self, at: Progress, row: Mapping[str, float]) -> None:
         if _has_nan_loss(row) and not any(map(_has_nan_loss, at.history)):
-            log.warning(
-                "the loss of epoch %d is NaN; the training continues because allow_nan_loss is set", at.epoch + 1
-            )
+            allowed = "the training continues because allow_nan_loss is set"
+            why = allowed if self.training.allow_nan_loss else "the loss ignores the labels of all its rows"
+            log.warning("the loss of epoch %d is NaN; %s", at.epoch + 1, why)
         if self.training.verbose and self.reporter is None:
             print(epoch_line(at.epoch, self.training.epochs, row["seconds"], loss_and_metrics(row)), flush=True)
 

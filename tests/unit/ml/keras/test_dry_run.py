@@ -46,6 +46,23 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(nothing_
     assert (found.taken, found.outputs[0].shape, found.rule) == (taken, (3,), "argmax")
 
 
+class Alone(keras.Sequential):
+    """A train_step with a loss of its own, and no test_step."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(data[0], training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_model_with_a_train_step_and_no_other_loss_passes(tmp_path):
+    pack({"features_0": np.ones((8, 6), np.float32)}, tmp_path / "rows" / "plain")
+    net = Alone([keras.Input((6,)), dense(3, 2)])
+    found = try_training(tmp_path / "rows", tmp_path / "run", model=net, loss=None, metrics=None)
+    assert [output.shape for output in found.outputs] == [(3,)]
+
+
 class Most(keras.metrics.Metric):
     """A maximum, whose variable Keras takes for a sum."""
 

@@ -106,7 +106,19 @@ def test_a_function_that_keras_would_take_for_its_own_is_refused() -> None:
         KerasPickle.of(net(keras.layers.Dense(2, activation=relu)))
 
 
+class Unusual(keras.Model):
+    def __init__(this, **options: Any) -> None:
+        super().__init__(**options)
+        this.dense = keras.layers.Dense(2)
+
+    def call(this, x: Any) -> Any:
+        return this.dense(x)
+
+
 def test_users_model_class_needs_a_complete_config() -> None:
+    unusual = Unusual()
+    unusual(np.zeros((1, 3)))
+    assert KerasPickle.of(unusual).load().dense.units == 2
     told = Told(5)
     told(np.zeros((1, 3)))
     assert KerasPickle.of(told).load().dense.units == 5

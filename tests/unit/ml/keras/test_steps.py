@@ -166,9 +166,33 @@ class Conditional(keras.Sequential):
         return {"loss": loss}
 
 
+class Clips(keras.Sequential):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for variable in self.trainable_variables:
+            variable.assign(keras.ops.clip(variable, -1.0, 1.0))
+        return logs
+
+
+class TwoOptimizers(keras.Sequential):
+    def compile(self, *args, **settings):
+        super().compile(*args, **settings)
+        self.other = keras.optimizers.SGD(0.1)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients[:2], self.trainable_variables[:2])
+        self.other.apply(gradients[2:], self.trainable_variables[2:])
+        return {"loss": loss}
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: make_net(kind=Clips), "^train_step changes .*kernel.* by an assign"),
+        (lambda: make_net(kind=TwoOptimizers), "^train_step changes .* by another optimizer"),
         (lambda: make_net(kind=TwoApplies), "calls 2 times optimizer.apply"),
         (lambda: make_net(kind=NoApply), "does not call optimizer.apply"),
         (lambda: make_net(kind=Conditional), "inside of a condition"),

@@ -246,6 +246,7 @@ class Recurrent(nn.Module):
             "one state": (logits, state[0]),  # [layers, rows, values], with as many layers as there are first rows
             "a dict": {"logits": logits, "nothing": None, "loss": logits.mean(), "probabilities": logits.softmax(1)},
             "a state first": (state[0], logits),
+            "a spectrum": (logits, torch.fft.fft(logits)),  # which no column holds
         }
         return made[self.kind]
 
@@ -257,6 +258,7 @@ class Recurrent(nn.Module):
         ("one state", (0,), ["output", "prediction"]),
         ("a dict", (0, 3), ["output_0", "output_1", "prediction"]),
         ("a state first", (1,), ["output"]),
+        ("a spectrum", (0,), ["output", "prediction"]),
     ],
 )
 def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(

@@ -121,9 +121,18 @@ def with_parametrizations() -> tuple[nn.Module, Any]:
     return net, sgd(net)
 
 
+def with_a_part_in_eval_mode() -> tuple[nn.Module, Any]:
+    net = nn.Sequential(make_net(), nn.BatchNorm1d(3), nn.Dropout(0.9), nn.Linear(3, 3))
+    net[1].eval(), net[2].eval()
+    return net, sgd(net)
+
+
 @pytest.mark.parametrize(
     "make",
-    [with_frozen_rows, with_clamped_weights, with_shared_memory, with_own_attribute, with_parametrizations],
+    [
+        *(with_frozen_rows, with_clamped_weights, with_shared_memory),
+        *(with_own_attribute, with_parametrizations, with_a_part_in_eval_mode),
+    ],
     ids=lambda make: make.__name__,
 )
 def test_training_gives_the_weights_of_plain_torch(make: Callable[[], tuple[nn.Module, Any]], dataset: Dataset) -> None:

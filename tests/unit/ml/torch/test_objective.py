@@ -68,6 +68,15 @@ def test_sample_weights_need_a_loss_with_a_value_for_each_row():
     objective = Objective(own_mean, None, labels=1, weighted=True)
     with pytest.raises(DataError, match="has to return a value for each row"):
         objective.forward(Fixed(), whole)
+    weights = torch.rand(ROWS, 2, dtype=torch.float64)
+    objective = Objective(torch.nn.CrossEntropyLoss(), None, labels=1, weighted=True)
+    sums = [
+        objective.forward(Fixed(), batch(scores(), labels=(classes(),), weights=each)).sums[0].item()
+        for each in (weights[:, 0], weights[:, :1])
+    ]
+    assert sums[0] == sums[1]
+    with pytest.raises(DataError, match=r"sample weights of shape \[\d+, 2\]"):
+        objective.forward(Fixed(), batch(scores(), labels=(classes(),), weights=weights))
 
 
 def test_several_losses_are_multiplied_by_their_weights():

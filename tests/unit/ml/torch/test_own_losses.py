@@ -31,6 +31,30 @@ class Picture(nn.Linear):
         return super().forward(x).reshape(-1, 1, 2, 2)
 
 
+class Changed(nn.Linear):
+    def __init__(self, change: Any) -> None:
+        super().__init__(6, 3)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.change(super().forward(x))
+
+
+def sparse(output: torch.Tensor) -> torch.Tensor:
+    return output.to_sparse()
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+TWO = {"model": Changed(lambda output: (output[:, :1], output[:, 1:])), "optimizer": torch.optim.SGD}
+SPARSE, SCALAR = ({**TWO, "model": Changed(each)} for each in (sparse, mean_square))
+OF_ONE_BATCH = {
+    **ONE,
+    "loss": nn.BCEWithLogitsLoss(torch.ones(4, 1)),
+    "transformation_fn": lambda columns: {**columns, "label_0": columns["label_0"].astype("float32")},
+}
 PICTURE = {"model": Picture(6, 4), "optimizer": torch.optim.SGD, "transformation_fn": lambda columns: pictures(columns)}
 
 
@@ -115,13 +139,32 @@ def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         ({**PICTURE, "loss": pixels}, DataError, r"pixels .* \[4, 2, 2\] and output 0 \[4, 1, 2, 2\]"),
         ({**SCORES, "loss": contrastive}, InvalidSettingsError, "contrastive is not a mean .*loss_is_per_worker=True"),
         ({**SCORES, "loss": None, "train_fn": called(contrastive)}, InvalidSettingsError, "train_fn is not a mean"),
+        (
+            {**TWO, "loss": lambda outputs, label: (outputs[0] - label).square().mean()},
+            InvalidSettingsError,
+            "is not a mean over rows.*the model returns 2 outputs, and a loss gets the one of its label alone",
+        ),
+        ({**SCALAR, "loss": lambda output, label: output.sqrt()}, InvalidSettingsError, "is not a mean over rows"),
+        (
+            OF_ONE_BATCH,
+            InvalidSettingsError,
+            r"^weight of BCEWith.* has the shape \[4, 1\] .*sample_weight_col",
+        ),
     ],
 )
-def test_own_function_that_compares_other_rows_is_refused(
+def test_loss_or_metric_that_depends_on_other_rows_is_refused(
     changes: dict[str, Any], error: Any, said: str, dataset: Dataset
 ) -> None:
     with pytest.raises(error, match=f"(?s){said}"):
         estimator(**changes).from_dataset_path(dataset)
+
+
+def test_loss_that_fails_with_one_of_several_outputs_is_explained(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(AttributeError):
+        estimator(**TWO, loss=lambda outputs, label: outputs.first.mean()).from_dataset_path(dataset)
+    assert "a train_fn calls the model itself, and has all outputs" in caplog.text
 
 
 @pytest.mark.parametrize("loss", [unlabelled, of_token], ids=["cross entropy", "own mean"])
@@ -143,6 +186,8 @@ def test_scalar_over_labels_that_count_is_refused_by_its_numbers(loss: Any, igno
         {**SCORES, "loss": unlabelled, "metrics": {"within": contrastive}},
         {**SCORES, "loss": lambda output, label: unlabelled(output + 0.1 * torch.randn(output.shape), label)},
         {**SCORES, "loss": contrastive, "loss_is_per_worker": True},
+        {**SPARSE, "loss": lambda output, label: output.to_dense().mean(1)},
+        {**SCALAR, "loss": lambda output, label: output},
     ],
 )
 def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset: Dataset) -> None:

@@ -141,12 +141,23 @@ class NanGradient:
         return loss + torch.sqrt(output.sum() * 0) if self.calls == self.count else loss
 
 
-def test_allowed_nan_loss_is_logged_once(data, tmp_path, caplog):
-    loss = lambda output, label: output.mean() * float("nan")  # noqa: E731
-    assert alone(make_training(data, tmp_path, loss=loss, allow_nan_loss=True))["diverged"] is None
-    assert [record.getMessage() for record in caplog.records if "is NaN" in record.getMessage()] == [
-        "the loss of epoch 1 is NaN; the training continues because allow_nan_loss is set"
-    ]
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"loss": lambda output, label: output.mean() * float("nan"), "allow_nan_loss": True},
+            "the training continues because allow_nan_loss is set",
+        ),
+        (
+            {"transformation_fn": lambda columns: {**columns, "label_0": np.full_like(columns["label_0"], -100)}},
+            "the loss ignores the labels of all its rows",
+        ),
+    ],
+)
+def test_nan_loss_that_does_not_end_the_training_is_logged_once(changes, why, data, tmp_path, caplog):
+    assert alone(make_training(data, tmp_path, **changes))["diverged"] is None
+    found = [record.getMessage() for record in caplog.records if "is NaN" in record.getMessage()]
+    assert found == [f"the loss of epoch 1 is NaN; {why}"]
 
 
 def test_a_made_scheduler_is_the_same_as_a_function_that_makes_it(data, tmp_path):
