@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import (
     Handlers,
     HasStateDict,
@@ -34,7 +32,6 @@ from spark_elastic.torch.elastic.handlers import (
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
 from spark_elastic.torch.parameters import abandon_steps
-from spark_elastic.torch.replicas import check_equal
 
 log = logging.getLogger("spark_elastic.torch")
 
@@ -120,8 +117,6 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._unused = 0
         self._covered = False
         """All tensors that the optimizers train are known to belong to values of the state."""
-        self._compared_in: Callable[[], Any] = lambda: None
-        """Returns the group in which the members' models were compared."""
         self._buffers: dict[str, BufferCopies] = {}
         """Copies of each model's buffers at the mark."""
 
@@ -141,31 +136,22 @@ class TorchOptimizerSteps(OptimizerSteps):
         kept = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
         for optimizer in list(stepped):
             if not any(optimizer is each or optimizer._inner is each for each in kept):
-                raise UsageError(
-                    f"a DistributedOptimizer ({type(optimizer).__name__}) trains in the loop and is not in its state, "
-                    "so other workers would not know what it has learnt: give it to the state, as in "
-                    "TorchState(model, optimizer)"
-                )
+                self.refuse_outsider(optimizer)
         if not self._covered:
             self._check_that_parameters_are_kept()
         if all(isinstance(each, DistributedOptimizerMixin) for each in kept):
             return
-        group = process.group()
-        if group is None or group is self._compared_in():
-            return
-        begun = torch.tensor([-int(self._begun)], device="cpu")
-        group.wait(group.allreduce(begun, Max.gloo))
-        if begun.item():  # on all members alike
-            self._compared_in = weakref.ref(group)
-            models = self._handlers.of(ModelStateHandler)
-            bare = {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
-            check_equal(
-                group,
-                {f"{of}.{name}": param for of, each in models.items() for name, param in each.value.named_parameters()}
-                | bare,
-                "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by "
-                "hand before each commit or check",
-            )
+        self.compare_models(
+            self._begun,
+            self._parameters,
+            "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by hand "
+            "before each commit or check",
+        )
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        models = self._handlers.of(ModelStateHandler)
+        named = {f"{of}.{name}": p for of, each in models.items() for name, p in each.value.named_parameters()}
+        return named | {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
 
     def _check_that_parameters_are_kept(self) -> None:
         kept = [p for handler in self._handlers.of(ModelStateHandler).values() for p in handler.value.parameters()]
