@@ -133,7 +133,13 @@ class CommitStateCallback(_StateCallback):
         self._epoch_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._commit_epoch()
+        if self._epoch_ended:
+            self._epoch_ended = False
+            self.state.fit_callbacks.after_training = self._commit_end
+
+    def _commit_end(self) -> None:
+        with self.session.end_undone():
+            self._commit()
 
     def _commit_epoch(self) -> None:
         if self._epoch_ended:

@@ -100,6 +100,7 @@ class KerasSteps(OptimizerSteps):
         self._copies: tuple[list[Any], list[Any]] | None = None
         """The variables that nothing trains, and their values at the mark; None in `fit`, whose steps copy them."""
         self._state.fit_callbacks.detached = self.fit.fit_ends
+        self._state.fit_callbacks.set_progress = self.fit.set_progress
         self._outside: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """The step counts at the last mark of the optimizers that reduce gradients outside of the state."""
         self.marked = False
