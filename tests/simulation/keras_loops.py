@@ -237,10 +237,10 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
 
 def collectives_failing(seed: object, rate: float) -> AbstractContextManager[None]:
     """Make reductions of gradients and sums fail at random, before them or after them."""
-    import spark_elastic.tensorflow as hvd
+    from spark_elastic.collective import operations
     from spark_elastic.collective.fused import FusedReduction
 
-    return failing(seed, rate, [(FusedReduction, "__call__"), (hvd, "allreduce"), (hvd, "grouped_allreduce")])
+    return failing(seed, rate, [(FusedReduction, "__call__"), (operations, "grouped_allreduce_async")])
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
