@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from spark_elastic.collective.reduction import (
     CastCompressor,
     Compression,
     Compressor,
+    Max,
     NoneCompressor,
     ReduceOp,
     Sum,
@@ -266,6 +267,17 @@ _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
 
 
+class Comparison(Protocol):
+    """Compares the parameters of the members, before the first step that trains them."""
+
+    @property
+    def left(self) -> int:
+        """The number of comparisons that may be necessary."""
+
+    def compare(self, group: GlooGroup, left: int) -> int:
+        """Compare, on all members; `left` is the most that a member has. Returns the number that is left now."""
+
+
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
 
@@ -302,19 +314,29 @@ class FusedReduction:
         self._piggyback_width = 0
         self._agreed_on: GlooGroup | None = None
         """The group whose members were found to have the same plan."""
+        self._comparison: Comparison | None = None
+        """Compares the parameters before the next step in this group; None: they are equal."""
+        self._left = 0
         self._sets: list[list[Bucket]] = []
         self._parts: list[list[int]] = []
 
-    def __call__(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        scalars: torch.Tensor | None = None,
+        comparison: Comparison | None = None,
+    ) -> list[torch.Tensor]:
         """Return the reduced tensors, in the same order; in a world of one, `tensors` themselves.
 
         Args:
             tensors: dense and contiguous tensors on the CPU, with the same shapes and types on every member. They are
                 not changed.
             scalars: float64 numbers to sum too, in place; exact for counts up to 2**24.
+            comparison: the comparison of the parameters, on every member or on none.
 
         Raises:
             HorovodInternalError: a peer is gone. Nothing was changed.
+            MismatchError: the members have other tensors, or other parameters.
         """
         try:
             group = self._process_set.group() if self._process_set.included() else None
@@ -323,18 +345,26 @@ class FusedReduction:
                     process.saw_update(process.update_pending)
                 results = list(tensors)
             else:
-                results = self._reduce(group, tensors, scalars)
+                results = self._reduce(group, tensors, scalars, comparison)
         except HorovodInternalError:
             self._sets = []  # what is in flight keeps its own
             raise
         return results
 
     def _reduce(
-        self, group: GlooGroup, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None
+        self,
+        group: GlooGroup,
+        tensors: Sequence[torch.Tensor],
+        scalars: torch.Tensor | None,
+        comparison: Comparison | None,
     ) -> list[torch.Tensor]:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:
-            self._agree(group)
+            self._agree(group, comparison)
+        if self._comparison is not None:
+            self._left = self._comparison.compare(group, self._left)
+            if not self._left:
+                self._comparison = None
         buckets = self._free_buckets(tensors)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
@@ -381,15 +411,21 @@ class FusedReduction:
         self._sets = []
         self._agreed_on = None
 
-    def _agree(self, group: GlooGroup) -> None:
-        """Compare the plan with those of the other members.
+    def _agree(self, group: GlooGroup, comparison: Comparison | None) -> None:
+        """Compare the plan with those of the other members, and find out whether to compare the parameters.
 
         Raises:
             MismatchError: they differ.
         """
         shapes = "; ".join(f"{dtype} {list(shape)}" for shape, dtype in self._kinds)
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
-        agree(group, "reduction of gradients", f"{settings}, {self._piggyback_width} numbers: {shapes}")
+        left = 0 if comparison is None else comparison.left
+        plan = f"{settings}, {self._piggyback_width} numbers: {shapes}"
+        if not agree(group, "reduction of gradients", plan, detail=str(left)):
+            most = torch.tensor([left], device="cpu")
+            group.wait(group.allreduce(most, Max.gloo))
+            left = int(most)
+        self._comparison, self._left = comparison if left else None, left
         self._agreed_on = group
 
     def _free_buckets(self, tensors: Sequence[torch.Tensor]) -> list[Bucket]:

@@ -8,11 +8,18 @@ commit together. `OptimizerSteps` is the part of this that depends on the framew
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
+from spark_elastic.collective.process import process
+from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import Handlers
+from spark_elastic.elastic.replicas import check_equal
+from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import StateVersion
 
 of_loop: ContextVar[StepCounter | None] = ContextVar("of_loop", default=None)
@@ -73,6 +80,8 @@ class OptimizerSteps:
         self._counter = counter
         self.refused = 0
         """The number of marks in a row that came in the middle of a step; of steps that were not left out."""
+        self._compared_in: Callable[[], Any] = lambda: None
+        """Returns the group in which the members' models were compared."""
 
     def attach(self, name: str) -> None:
         """Count the steps of a value that is new in the state, if it is an optimizer."""
@@ -92,6 +101,36 @@ class OptimizerSteps:
             MismatchError: The members' models differ.
             HorovodInternalError: A peer is gone.
         """
+
+    def refuse_outsider(self, optimizer: Any, kind: str = "a DistributedOptimizer") -> None:
+        """Raise UsageError, because this optimizer has made steps and is not in the state."""
+        state = type(self._handlers.owner).__name__
+        raise UsageError(
+            f"{kind} ({type(optimizer).__name__}) trains in the loop and is not in its state, so other workers would "
+            f"not know what it has learnt: give it to the state, as in {state}(model=model, optimizer=optimizer); an "
+            "optimizer around another one instead of that"
+        )
+
+    def compare_models(self, begun: bool, tensors: Callable[[], Mapping[str, torch.Tensor]], remedy: str) -> None:
+        """Compare the members' models at the first mark of a world that follows a step; all members call this.
+
+        Args:
+            begun: this member's models have made a step.
+            tensors: a function that returns the parameters by name.
+            remedy: what to do if some differ, a sentence for the error.
+
+        Raises:
+            MismatchError: they differ.
+            HorovodInternalError: a peer is gone.
+        """
+        group = process.group()
+        if group is None or group is self._compared_in():
+            return
+        all_begun = torch.tensor([-int(begun)], device="cpu")
+        group.wait(group.allreduce(all_begun, Max.gloo))
+        if all_begun.item():
+            self._compared_in = weakref.ref(group)
+            check_equal(group, tensors(), remedy)
 
     def passes_begun(self) -> int:
         """Return the number of passes of a step that is between its first gradient and its end; 0 between two steps."""

@@ -14,6 +14,7 @@ from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.elastic.handlers import take_over
+from spark_elastic.elastic.replicas import VariableComparison
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.callback_state import resume_point
@@ -49,6 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        VariableComparison.broadcast_follows = not self.model.built
         if self.model.built:
             self._broadcast()
 
@@ -70,6 +72,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if getattr(model, "optimizer", None) is not None:
             handlers["optimizer"] = OptimizerHandler(model.optimizer, lambda: {"model": model})
         take_over(handlers, self.root_rank, process_set=self._process_set)
+        VariableComparison.broadcast_follows = False
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

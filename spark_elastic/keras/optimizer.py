@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import keras
 
@@ -15,6 +16,8 @@ from spark_elastic.elastic.call_stack import calling_object, is_called_by
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND, has_value, native, outside_of_graphs
 
+distributed: WeakSet[Any] = WeakSet()
+"""All optimizers of this process that reduce gradients."""
 _ABOVE = 14
 """Calls to look at above the access to an attribute: Keras and TensorFlow put their tracking in between."""
 
@@ -78,7 +81,7 @@ class ReducingOptimizer:
         variables = list(var_list)
         grads = tape.gradient(loss, [native(variable) for variable in variables])
         if self._steps is not None and self.backward_passes_per_step == 1:
-            grads = self._steps.reduced(grads, self._local_indices(variables))
+            grads = self._steps.reduced(grads, variables, self._local_indices(variables))
             self.__dict__["_reduced_already"] = grads
         return list(zip(grads, variables, strict=True))
 
@@ -105,12 +108,13 @@ class ReducingOptimizer:
         if len(already) == len(grads) and all(one is other for one, other in zip(already, grads, strict=True)):
             self._steps.applies(lambda reduced: plain(reduced, variables), grads)
             return
-        local = own._local_indices(own._trainable_variables if variables is None else variables)
+        trained = own._trainable_variables if variables is None else variables
+        local = own._local_indices(trained)
         numbers = list(range(len(grads)))
         if variables is not None and self._steps.passes > 1:
             own._check_variables_are_known(variables)
             numbers = [own._get_variable_index(variable) for variable in variables]
-        self._steps.step(grads, numbers, lambda reduced: plain(reduced, variables), local)
+        self._steps.step(grads, numbers, lambda reduced: plain(reduced, variables), trained, local)
 
     # A LossScaleOptimizer around this one (`compile` adds it under mixed_float16) clears `loss_scale_factor` of its
     # inner optimizer, and skips steps whose gradients are not finite. It must check gradients after the reduction:
@@ -149,6 +153,7 @@ def _become_distributed(optimizer: Any, steps: Any) -> None:
     optimizer.__dict__["_distributed_steps"] = steps
     kind = type(optimizer)
     object.__setattr__(optimizer, "__class__", _distributed_class(kind, DistributedOptimizer))
+    distributed.add(optimizer)
     if optimizer.built:
         steps.build(optimizer._trainable_variables)
 
@@ -247,6 +252,7 @@ def DistributedOptimizer(
     instance = object.__new__(wrapped)
     instance.__dict__.update(plain.__dict__)
     instance.__dict__["_distributed_steps"] = steps
+    distributed.add(instance)
     if name is not None:
         instance.__dict__["name"] = name
     if instance.built:

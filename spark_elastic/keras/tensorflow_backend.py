@@ -65,9 +65,9 @@ class TensorFlowSteps:
         if tf.executing_eagerly():
             self._given.clear()
 
-    def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
+    def reduced(self, grads: Sequence[Gradient], variables: Sequence[Any], local: Sequence[int] = ()) -> list[Gradient]:
         """Reduce gradients without applying them or counting a step."""
-        received, _ = self._reducer(_without(grads, local), None)
+        received, _ = self._reducer(_without(grads, local), None, _others(variables, local))
         return self._with_local(received, grads, local)
 
     def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
@@ -79,7 +79,12 @@ class TensorFlowSteps:
             update(list(grads))
 
     def step(
-        self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
+        self,
+        grads: Sequence[Gradient],
+        numbers: Sequence[int],
+        update: Update,
+        variables: Sequence[Any],
+        local: Sequence[int] = (),
     ) -> None:
         """Accumulate the gradients of this call; after the last call of a step, reduce and apply them.
 
@@ -87,13 +92,14 @@ class TensorFlowSteps:
             grads: the gradients of this call.
             numbers: for each gradient, the index of its variable in the argument of `build`.
             update: a function that applies reduced gradients.
+            variables: the variables of the gradients.
             local: indices of the gradients that are not reduced.
         """
         _refuse_xla()
-        weight = self.weight
+        weight, shared = self.weight, _others(variables, local)
         if self.passes == 1:
             weighted = [_scaled(grad, None if at in local else weight) for at, grad in enumerate(grads)]
-            self._finish(weighted, weight, None, update, local)
+            self._finish(weighted, weight, None, update, shared, local)
             return
         assert self._added is not None
         assert self._weights is not None
@@ -116,7 +122,7 @@ class TensorFlowSteps:
             ]
             mean_weight = None if weight is None else self._weights.read_value() / self.passes
             factor = None if weight is None or self._average else float(self.passes)
-            self._finish(totals, mean_weight, factor, update, local)
+            self._finish(totals, mean_weight, factor, update, shared, local)
             self.drop()
             return tf.constant(True)
 
@@ -127,11 +133,17 @@ class TensorFlowSteps:
             tf.cond(tf.equal(added, self.passes), complete, lambda: tf.constant(False))
 
     def _finish(
-        self, grads: Sequence[Gradient], weight: Any, factor: float | None, update: Update, local: Sequence[int]
+        self,
+        grads: Sequence[Gradient],
+        weight: Any,
+        factor: float | None,
+        update: Update,
+        shared: Sequence[Any],
+        local: Sequence[int],
     ) -> None:
         """Reduce gradients that were already multiplied by `weight`, multiply them by `factor` and apply them."""
         scalars = None if weight is None else tf.stack([tf.cast(weight, tf.float64), tf.constant(1.0, tf.float64)])
-        reduced, scalars = self._reducer(_without(grads, local), scalars)
+        reduced, scalars = self._reducer(_without(grads, local), scalars, shared)
         if scalars is not None:  # divided by the sum of weights, times the size: the weighted average (or sum)
             reduced = [_scaled(grad, scalars[1] / scalars[0]) for grad in reduced]
         reduced = self._with_local(reduced, grads, local)
@@ -142,6 +154,10 @@ class TensorFlowSteps:
             return reduced
         factor = None if self.divide_local is None else 1.0 / tf.cast(self.divide_local(), tf.float64)
         return [_scaled(grads[at], factor) if at in local else grad for at, grad in enumerate(reduced)]
+
+
+def _others(variables: Sequence[Any], local: Sequence[int]) -> list[Any]:
+    return [variable for at, variable in enumerate(variables) if at not in local]
 
 
 def _without(grads: Sequence[Gradient], local: Sequence[int]) -> list[Gradient]:

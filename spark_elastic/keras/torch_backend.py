@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from spark_elastic.collective.fused import FusedReduction, is_without_rows, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
+from spark_elastic.elastic.replicas import VariableComparison
 
 Gradient = torch.Tensor | None
 Update = Callable[[list[Any]], None]
@@ -43,8 +44,8 @@ class TorchSteps:
         self._sums.clear()
 
     @torch.no_grad()
-    def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
-        return self._reduce([None if g is None else g.detach() for g in grads], None, local)
+    def reduced(self, grads: Sequence[Gradient], variables: Sequence[Any], local: Sequence[int] = ()) -> list[Gradient]:
+        return self._reduce([None if g is None else g.detach() for g in grads], None, variables, local)
 
     def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
         self._applied += 1
@@ -52,7 +53,12 @@ class TorchSteps:
 
     @torch.no_grad()
     def step(
-        self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
+        self,
+        grads: Sequence[Gradient],
+        numbers: Sequence[int],
+        update: Update,
+        variables: Sequence[Any],
+        local: Sequence[int] = (),
     ) -> None:
         weight = None if self.weight is None else float(self.weight)
         factors = [1.0 if weight is None or at in local else weight for at in range(len(grads))]
@@ -70,18 +76,22 @@ class TorchSteps:
             if self._average or weight is not None:
                 weighted = [None if g is None else g / self.passes for g in weighted]
             weight = None if weight is None else self._weights / self.passes
-        reduced = self._reduce(weighted, weight, local)
+        reduced = self._reduce(weighted, weight, variables, local)
         if self.passes > 1:
             if weight is not None and not self._average:
                 reduced = [None if g is None else g * self.passes for g in reduced]
             self.drop()
         self.applies(update, reduced)
 
-    def _reduce(self, grads: Sequence[Gradient], weight: float | None, local: Sequence[int]) -> list[Gradient]:
+    def _reduce(
+        self, grads: Sequence[Gradient], weight: float | None, variables: Sequence[Any], local: Sequence[int]
+    ) -> list[Gradient]:
         shared = [at for at, grad in enumerate(grads) if grad is not None and at not in local]
         sent = [grads[at].cpu().contiguous() for at in shared]  # type: ignore[union-attr]
         scalars = None if weight is None else torch.tensor([weight, 1.0], dtype=torch.float64)
-        received = self._reducer(sent, scalars)
+        trained = [variable for at, variable in enumerate(variables) if at not in local]
+        comparison = VariableComparison(lambda: [(each.path, each.value) for each in trained], _values)
+        received = self._reducer(sent, scalars, comparison)
         out: list[Gradient] = [None] * len(grads)
         for at, tensor in zip(shared, received, strict=True):
             if scalars is not None:  # divided by the sum of weights, times the size: the weighted average (or sum)
@@ -92,6 +102,10 @@ class TorchSteps:
             own = grads[at]
             out[at] = None if own is None else own / divisor
         return out
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().cpu()
 
 
 # --- batch statistics -----------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
+from spark_elastic.elastic.replicas import VariableComparison
 from spark_elastic.tensorflow.host import (
     ALIGN_BYTES,
     Array,
     array_from,
+    array_of,
     call_host,
     graph_compressor,
     host_compressor,
@@ -61,15 +63,17 @@ class GradientReducer:
         )
 
     def __call__(
-        self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None
+        self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None, variables: Sequence[Any] = ()
     ) -> tuple[list[Gradient], tf.Tensor | None]:
         """Return the reduced gradients, in the same order, and the sums of `scalars`.
 
         Args:
             grads: with the same classes, types and shapes on every member.
             scalars: a vector of a few numbers to sum in the same message; exact for counts up to 2**24.
+            variables: the variables of the gradients, which are compared with those of the other members once.
 
         Raises:
+            MismatchError: gradients or variables differ.
             HorovodInternalError: a peer is gone; nothing was changed. Inside a tf.function, TensorFlow raises an error
                 of its own class instead, see `host.lost_peers_translated`.
         """
@@ -89,8 +93,10 @@ class GradientReducer:
         if not inputs:
             return list(grads), scalars
 
+        comparison = VariableComparison(lambda: _named(variables), _values) if variables else None
+
         def on_host(*arrays: Array) -> list[Array]:
-            return self._on_host(arrays, len(dense), len(sparse))
+            return self._on_host(arrays, len(dense), len(sparse), comparison)
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
@@ -101,10 +107,12 @@ class GradientReducer:
             out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)
         return out, None if scalars is None else returned[-1]
 
-    def _on_host(self, arrays: Sequence[Array], dense: int, sparse: int) -> list[Array]:
+    def _on_host(
+        self, arrays: Sequence[Array], dense: int, sparse: int, comparison: VariableComparison | None
+    ) -> list[Array]:
         tensors = [torch_of(array) for array in arrays]
         scalars = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
-        reduced = self._fused(tensors[:dense], scalars)
+        reduced = self._fused(tensors[:dense], scalars, comparison)
         # a world of one returns its input; TensorFlow may write into returned memory, so it gets a copy
         out = [
             array_from(result.clone() if result is tensor else result)
@@ -162,7 +170,7 @@ class _ReducingTape:
         flat = tf.nest.flatten(nested, expand_composites=False)
         wanted = tf.nest.flatten(sources)
         shared = [at for at, source in enumerate(wanted) if _key(source) not in self._local]
-        reduced, _ = self._reducer([flat[at] for at in shared])
+        reduced, _ = self._reducer([flat[at] for at in shared], variables=[wanted[at] for at in shared])
         for at, grad in zip(shared, reduced, strict=True):
             flat[at] = grad
         if self._scale_local and len(shared) < len(flat):
@@ -185,6 +193,17 @@ def _divided(grad: Any, size: tf.Tensor) -> Any:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_divided(grad.values, size), grad.indices, grad.dense_shape)
     return None if grad is None else grad / tf.cast(size, grad.dtype)
+
+
+def _named(sources: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the variables among the sources, with their names."""
+    variables = [source for source in sources if hasattr(source, "trainable")]
+    return [(str(getattr(each, "path", None) or each.name), native(each)) for each in variables]
+
+
+def _values(variable: Any) -> torch.Tensor:
+    with tf.init_scope():
+        return torch_of(array_of(variable))
 
 
 def _key(source: Any) -> Any:

@@ -21,6 +21,7 @@ from tensorflow.errors import FailedPreconditionError, InvalidArgumentError
 from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor
 from spark_elastic.errors import (
     HorovodInternalError,
+    MismatchError,
     NotInitializedError,
     OutsideLoopError,
     UnsupportedOperationError,
@@ -135,6 +136,10 @@ class RefusedError(UsageError, FailedPreconditionError, InvalidArgumentError):  
         return type(self), (self.message,)
 
 
+class RefusedMismatchError(RefusedError, MismatchError):
+    """A `MismatchError` that is one of TensorFlow's errors, too."""
+
+
 def call_host(
     function: Callable[..., Sequence[Array]],
     inputs: Sequence[tf.Tensor],
@@ -155,7 +160,7 @@ def call_host(
 
     Raises:
         HorovodInternalError: a peer is gone. In a graph, TensorFlow raises an error of its own class instead, see
-            `lost_peers_translated`.
+            `lost_peers_translated`; so it does for a MismatchError.
         UsageError: the arguments are invalid; in eager mode a `RefusedError`.
     """
     if tf.executing_eagerly():
@@ -164,13 +169,14 @@ def call_host(
         except (NotInitializedError, OutsideLoopError, UnsupportedOperationError):
             raise
         except UsageError as error:
-            raise RefusedError(str(error)) from error
+            kind = RefusedMismatchError if isinstance(error, MismatchError) else RefusedError
+            raise kind(str(error)) from error
         return [tf.constant(result) for result in returned]  # copied, because the memory may be reused
 
     def guarded(*arrays: Array) -> Sequence[Array]:
         try:
             return function(*arrays)
-        except HorovodInternalError as error:
+        except (HorovodInternalError, MismatchError) as error:
             raise with_token(error) from error
 
     returned = tf.numpy_function(guarded, list(inputs), list(dtypes))
@@ -202,25 +208,29 @@ def call_with_gradient(
 # --- lost peers, through TensorFlow ---------------------------------------------------------------
 
 # TensorFlow converts an exception of a host callback to an error of its own class that keeps only the message. So the
-# callback records its HorovodInternalError under a number and writes that number into the message; that is the token.
+# callback records its HorovodInternalError or MismatchError under a number and writes that number into the message;
+# that is the token.
 
 _MAX_RECORDED = 8
 _numbers = itertools.count(1)
-_recorded: deque[tuple[int, HorovodInternalError]] = deque(maxlen=_MAX_RECORDED)
-_TOKEN = re.compile(r"\[lost peer (\d+)\]")
+_Recorded = HorovodInternalError | MismatchError
+_recorded: deque[tuple[int, _Recorded]] = deque(maxlen=_MAX_RECORDED)
+_TOKEN = re.compile(r"\[(?:lost peer|mismatch) (\d+)\]")
 _CONSEQUENCES = (tf.errors.CancelledError, tf.errors.AbortedError)
 """Errors of the other parts of a graph after one part failed; TensorFlow may raise these first."""
 
 
-def with_token(error: HorovodInternalError) -> HorovodInternalError:
+def with_token(error: _Recorded) -> _Recorded:
     """Record an error and return one whose message has a token, by which `original_error` finds the recorded one."""
     number = next(_numbers)
     _recorded.append((number, error))
+    if isinstance(error, MismatchError):
+        return MismatchError(f"{error} [mismatch {number}]")
     return HorovodInternalError(f"{error} [lost peer {number}]")
 
 
-def original_error(error: BaseException) -> HorovodInternalError | None:
-    """Return the HorovodInternalError of a collective that caused an error; None if the error has another cause."""
+def original_error(error: BaseException) -> _Recorded | None:
+    """Return the error of a collective that caused an error; None if the error has another cause."""
     if isinstance(error, HorovodInternalError) and not _TOKEN.search(str(error)):
         return error
     for each in _chain(error):
@@ -233,7 +243,7 @@ def original_error(error: BaseException) -> HorovodInternalError | None:
 
 @contextmanager
 def lost_peers_translated() -> Iterator[None]:
-    """Raise the original HorovodInternalError in place of TensorFlow's error for it; let other errors pass."""
+    """Raise the original error of a collective in place of TensorFlow's error for it; let other errors pass."""
     try:
         yield
     except Exception as error:
@@ -243,8 +253,8 @@ def lost_peers_translated() -> Iterator[None]:
         raise original from error
 
 
-def _take(number: int) -> HorovodInternalError | None:
-    """Return the error of this number; forget it and all earlier ones, whose worlds have ended."""
+def _take(number: int) -> _Recorded | None:
+    """Return the error of this number; forget it and all earlier ones."""
     found = dict(_recorded).get(number)
     later = [entry for entry in _recorded if entry[0] > number]
     _recorded.clear()

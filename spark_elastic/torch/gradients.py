@@ -21,11 +21,11 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.shared_memory_reducer import SharedWork
+from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, parameters, stamp
 from spark_elastic.torch.backward import Backward
 from spark_elastic.torch.parameters import GradientSlot
-from spark_elastic.torch.replicas import check_equal
 from spark_elastic.torch.sparse import gather_entries
 from spark_elastic.torch.stamp import Stamp
 

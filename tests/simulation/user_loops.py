@@ -22,8 +22,8 @@ RATE = 0.04
 
 
 @contextmanager
-def failing(seed: object, rate: float = RATE) -> Iterator[None]:
-    """Make reductions of gradients, broadcasts and sums fail at random, before them or after them."""
+def failing(seed: object, rate: float = RATE, targets: list[tuple[Any, str]] | None = None) -> Iterator[None]:
+    """Make functions fail at random, before them or after them; by default torch's reductions, broadcasts and sums."""
     import spark_elastic.torch as hvd
     from spark_elastic.errors import HorovodInternalError
     from spark_elastic.torch.gradients import BackwardReducer
@@ -42,7 +42,7 @@ def failing(seed: object, rate: float = RATE) -> Iterator[None]:
 
         return call
 
-    targets: list[tuple[Any, str]] = [(BackwardReducer, "_complete"), (hvd, "broadcast_object"), (hvd, "allreduce")]
+    targets = targets or [(BackwardReducer, "_complete"), (hvd, "broadcast_object"), (hvd, "allreduce")]
     plain = [getattr(owner, name) for owner, name in targets]
     for (owner, name), function in zip(targets, plain, strict=True):
         setattr(owner, name, wrapped(function))

@@ -30,6 +30,7 @@ INTERNAL = {
     "_NeedsTrustError": "the value is pickled instead",
     "_Unexpected": "the decoding of a message raises a ProtocolError instead",
     "RefusedError": "a UsageError that is one of TensorFlow's errors, too",
+    "RefusedMismatchError": "a MismatchError that is one of TensorFlow's errors, too",
     "RefusedRequest": "the status page answers with its status code",
     "ScriptExit": "the command exits with the script's own code",
 }

@@ -22,6 +22,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_method, calling_object
+from spark_elastic.elastic.replicas import VariableComparison
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.batches import Indices, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_session import session_of
@@ -103,6 +104,7 @@ class CommitStateCallback(_StateCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
         self.session.marks = True
+        VariableComparison.broadcast_follows = self.state._root_unbuilt
         self._since_commit = 0
         self._epoch_ended = False
 
@@ -118,6 +120,7 @@ class CommitStateCallback(_StateCallback):
     def _mark(self) -> None:
         """Mark the state, or commit it, after the callbacks that come later have seen the end of the batch too."""
         self.state.sync_if_built_late()
+        VariableComparison.broadcast_follows = False
         self._since_commit += 1
         if self.batches_per_commit is not None and self._since_commit >= self.batches_per_commit:
             self._commit()
@@ -130,7 +133,13 @@ class CommitStateCallback(_StateCallback):
         self._epoch_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._commit_epoch()
+        if self._epoch_ended:
+            self._epoch_ended = False
+            self.state.fit_callbacks.after_training = self._commit_end
+
+    def _commit_end(self) -> None:
+        with self.session.end_undone():
+            self._commit()
 
     def _commit_epoch(self) -> None:
         if self._epoch_ended:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import keras
 
-from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.elastic.call_stack import calling_method, calling_object
 from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
@@ -60,6 +61,9 @@ class Snapshot(NamedTuple):
     values: Mapping[str, Values] = {}  # never changed
     epoch_begin: EpochBegin | None = None
     """The epoch that has begun last; None if it is not known, or the learning rate follows a schedule."""
+    progress_after: Mapping[str, int] | None = None
+    """In the commit at the end of a `fit`: what the state counts after it. The code behind `fit` runs again after a
+    loss, so the same `fit` is called again, and ends at once. None elsewhere."""
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
@@ -84,6 +88,10 @@ class FitCallbacks:
         """A function to call when a `fit` with callbacks of this package has ended."""
         self.after_batch: Callable[[], None] | None = None
         """A function to call when the end of the present batch has reached all callbacks."""
+        self.after_training: Callable[[], None] | None = None
+        """A function to call when the end of the training has reached all callbacks."""
+        self.set_progress: Callable[[Mapping[str, int]], None] = lambda progress: None
+        """A function that sets what the state counts."""
         self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _WatchedCallback] = {}
@@ -127,6 +135,15 @@ class FitCallbacks:
         self._begun = False
         self._resuming = self._kept.begun
 
+    @contextmanager
+    def again(self, progress_after: Mapping[str, int]) -> Iterator[None]:
+        """In this context, copies of the state are of a `fit` that is called again after a loss, and ends at once."""
+        plain, self._kept = self._kept, self._kept._replace(progress_after=progress_after)
+        try:
+            yield
+        finally:
+            self._kept = plain
+
     def over(self) -> None:
         """Handle the end of the loop: the next `fit` starts anew."""
         self._begun = self._resuming = False
@@ -160,9 +177,11 @@ class FitCallbacks:
                 callback.append = True  # keep the rows written before
         plain(*args, **logs)
         self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
-        if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
+        kept = self._kept
+        stopped = kept.stopped_at is not None and kept.stopped_at == self._epoch()
+        if self._resuming and (stopped or (kept.progress_after is not None and _has_epochs())):
             self._put()
-            callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
+            callbacks.model._initial_epoch = sys.maxsize  # this call has ended before: no epoch is left
 
     def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         if not self._begun:
@@ -200,14 +219,22 @@ class FitCallbacks:
 
     def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
         stopped = self._begun and callbacks.model.stop_training
+        progress = None
         if callbacks.model._initial_epoch == sys.maxsize:
             callbacks.model._initial_epoch = None
+            progress = self._kept.progress_after
         self._event(callbacks, plain, *args, **logs)
         if self._begun:
             self._kept = Snapshot(True, True, self._epoch() if stopped else None, self._values())
         elif self._resuming and self._kept.ended:
             self._put()  # the History, for one, of a call that was complete
         self._begun = False
+        if progress is not None:
+            self._kept = self._kept._replace(progress_after=None)
+            self.set_progress(progress)
+        then, self.after_training = self.after_training, None
+        if then is not None:
+            then()
         self.detached()
 
     # --- values -------------------------------------------------------------------------------------
@@ -234,6 +261,12 @@ class FitCallbacks:
         for key, watched in self._watched.items():
             put_values(watched.callback, self._kept.values.get(key, {}))
             watched.copied = None
+
+
+def _has_epochs() -> bool:
+    """Return False if the `fit` that is running was called with no epoch to train."""
+    _, given = calling_method(lambda owner: isinstance(owner, keras.Model), ("fit",), within=_ABOVE)
+    return not given or given["initial_epoch"] < given["epochs"]
 
 
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -283,6 +316,8 @@ class FitSession:
         """The state's number of an epoch minus that of Keras; None before the first epoch of this call."""
         self._batches_before = 0
         self._ended: int | None = None
+        self._before_end: dict[str, int] = {}
+        """What the state has counted before the end of the epoch that has ended last."""
         self._last: int | None = None
 
     def epoch_begins(self, epoch: int, model: Any, epochs: int | None = None) -> None:
@@ -321,10 +356,30 @@ class FitSession:
         if self._ended == epoch:
             return
         self._ended = epoch
+        self._before_end = self._progress()
         if self.counts_epochs:
             self._state.epoch = epoch + (self._offset or 0) + 1
         if self.counts_batches:
             self._state.batch = 0
+
+    @contextmanager
+    def end_undone(self) -> Iterator[None]:
+        """In this context, the state counts as before the end of the epoch that has ended last."""
+        after = self._progress()
+        self.set_progress(self._before_end)
+        try:
+            with self._state.fit_callbacks.again(after):
+                yield
+        finally:
+            self.set_progress(after)
+
+    def set_progress(self, progress: Mapping[str, int]) -> None:
+        for name, value in progress.items():
+            setattr(self._state, name, value)
+
+    def _progress(self) -> dict[str, int]:
+        counted = {"epoch": self.counts_epochs, "batch": self.counts_batches}
+        return {name: getattr(self._state, name) for name, is_counted in counted.items() if is_counted}
 
     # --- called when a step has failed, or the loop is left ---------------------------------------
 

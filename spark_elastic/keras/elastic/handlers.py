@@ -138,9 +138,13 @@ class ModelHandler(VariablesHandler):
     def step_variables(self) -> list[Variable]:
         """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""
         # without a frozen layer's weights: they may be large, and nothing changes them
-        trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
+        trained = set(map(id, self.trained()))
         own = [variable for variable in self.value.variables if id(variable) not in trained]
         return own + list(self.value.metrics_variables)
+
+    def trained(self) -> list[Variable]:
+        """Return the variables that layers have for training, also those of frozen layers."""
+        return [variable for layer in self.value._flatten_layers() for variable in layer._trainable_variables]
 
 
 class OptimizerHandler(VariablesHandler):

@@ -7,6 +7,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
 
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
@@ -17,7 +20,7 @@ from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.fit_session import FitCallbacks, FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler, handler_for
 from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps
-from spark_elastic.keras.optimizer import reduces
+from spark_elastic.keras.optimizer import distributed, reduces
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -64,6 +67,7 @@ class KerasState(ElasticState):
 
     def _function_begins(self) -> None:
         self._steps.drop_passes()  # those before the loop, which members have made unequally often
+        self._steps.marked = False
         super()._function_begins()
 
     def _recover(self, error: HorovodInternalError) -> None:
@@ -96,6 +100,11 @@ class KerasSteps(OptimizerSteps):
         self._copies: tuple[list[Any], list[Any]] | None = None
         """The variables that nothing trains, and their values at the mark; None in `fit`, whose steps copy them."""
         self._state.fit_callbacks.detached = self.fit.fit_ends
+        self._state.fit_callbacks.set_progress = self.fit.set_progress
+        self._outside: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """The step counts at the last mark of the optimizers that reduce gradients outside of the state."""
+        self.marked = False
+        """The state was marked since the function of the loop began."""
 
     def attach(self, name: str) -> None:
         handler = self._handlers.by_name[name]
@@ -142,12 +151,58 @@ class KerasSteps(OptimizerSteps):
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
 
+    def check(self) -> None:
+        for optimizer in self._outsiders():
+            if int(optimizer.steps_applied()) != self._outside.get(optimizer, 0):
+                self.refuse_outsider(optimizer)
+        if self._state._root_unbuilt:
+            self.count()
+            if any(self._counter.steps.values()):
+                self._state.sync_if_built_late()
+        optimizers = [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+        marked, self.marked = self.marked, True
+        if optimizers and all(map(reduces, optimizers)):
+            return
+        self.count()
+        self.compare_models(
+            any(self._counter.steps.values()) if optimizers else marked,
+            self._parameters,
+            "Pass the optimizer through hvd.DistributedOptimizer, or the tape through hvd.DistributedGradientTape, and "
+            "give the optimizer to the state",
+        )
+
+    def _outsiders(self) -> list[Any]:
+        """Return the optimizers that reduce gradients and are not in the state."""
+        kept = {id(steps) for steps in self.snapshots.reducing()}
+        outside = [each for each in list(distributed) if reduces(each) and id(each._steps) not in kept]
+        if not outside:
+            return []
+        handlers = [h for h in self._handlers.of(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
+        listed = {id(backend.native(variable)) for handler in handlers for variable in handler.variables()}
+        return [each for each in outside if not listed.issuperset(id(backend.native(v)) for v in each.variables)]
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """Return the values of the variables that models train, and of those that optimizers of the state train."""
+        trained = {
+            id(backend.native(variable)): variable
+            for handler in self._handlers.of(ModelHandler).values()
+            for variable in handler.trained()
+        }
+        for handler in self._handlers.of(OptimizerHandler).values():
+            trained |= {id(backend.native(v)): v for v in getattr(handler.value, "_trainable_variables", ())}
+        named: dict[str, torch.Tensor] = {}
+        for variable in trained.values():
+            path = backend.describe(variable).path
+            named[f"{path} ({len(named)})" if path in named else path] = backend.to_wire(variable)
+        return named
+
     def passes_begun(self) -> int:
         return max((steps.passes for steps in self._accumulating() if not bool(steps.at_boundary())), default=0)
 
     def mark(self) -> None:
         if self._counter.in_loop and not self.snapshots.wrapped:
             self.snapshots.wrap()
+        self._outside = WeakKeyDictionary({each: int(each.steps_applied()) for each in self._outsiders()})
         if self.fit.marks:
             self._copies = None
         else:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import (
     Handlers,
     HasStateDict,
@@ -35,7 +33,6 @@ from spark_elastic.torch.elastic.handlers import (
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
 from spark_elastic.torch.parameters import abandon_steps
-from spark_elastic.torch.replicas import check_equal
 
 log = logging.getLogger("spark_elastic.torch")
 
@@ -124,8 +121,6 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._unused = 0
         self._covered = False
         """All tensors that the optimizers train are known to belong to values of the state."""
-        self._compared_in: Callable[[], Any] = lambda: None
-        """Returns the group in which the members' models were compared."""
         self._buffers: dict[str, BufferCopies] = {}
         """Copies of each model's buffers at the mark."""
 
@@ -149,45 +144,31 @@ class TorchOptimizerSteps(OptimizerSteps):
             if any(one is each for one in both for each in self._optimizers()):
                 continue
             if is_distributed or self._trains_values(optimizer):
-                kind = "a DistributedOptimizer" if is_distributed else "an optimizer of the state's parameters"
-                raise UsageError(
-                    f"{kind} ({type(optimizer).__name__}) trains in the loop and is not in its state, "
-                    "so other workers would not know what it has learnt: give it to the state, as in "
-                    "TorchState(model, optimizer); an optimizer around another one instead of that"
+                self.refuse_outsider(
+                    optimizer, "a DistributedOptimizer" if is_distributed else "an optimizer of the state's parameters"
                 )
         if not self._covered:
             self._check_that_parameters_are_kept()
         if all(isinstance(each, DistributedOptimizerMixin) for each in kept):
             return
-        group = process.group()
-        if group is None or group is self._compared_in():
-            return
-        begun = torch.tensor([-int(self._begun)], device="cpu")
-        group.wait(group.allreduce(begun, Max.gloo))
-        if begun.item():  # on all members alike
-            self._compared_in = weakref.ref(group)
-            models = self._handlers.of(ModelStateHandler)
-            bare = {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
-            check_equal(
-                group,
-                {f"{of}.{name}": param for of, each in models.items() for name, param in each.value.named_parameters()}
-                | bare,
-                "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by "
-                "hand before each commit or check",
-            )
+        self.compare_models(
+            self._begun,
+            self._parameters,
+            "Pass the optimizer through hvd.DistributedOptimizer, or average the gradients or the parameters by hand "
+            "before each commit or check",
+        )
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        models = self._handlers.of(ModelStateHandler)
+        named = {f"{of}.{name}": p for of, each in models.items() for name, p in each.value.named_parameters()}
+        return named | {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
 
     def _trains_values(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = self._parameters()
+        known = set(map(id, self._parameters().values()))
         return any(id(param) in known for group in optimizer.param_groups for param in group["params"])
 
-    def _parameters(self) -> set[int]:
-        """Return the ids of all parameters in the values of the state."""
-        kept = [p for handler in self._handlers.of(ModelStateHandler).values() for p in handler.value.parameters()]
-        kept += [handler.value for handler in self._handlers.of(ParameterHandler).values()]
-        return {id(param) for param in kept}
-
     def _check_that_parameters_are_kept(self) -> None:
-        known = self._parameters()
+        known = set(map(id, self._parameters().values()))
         for name, handler in self._handlers.of(OptimizerStateHandler).items():
             for param in handler.params():
                 if id(param) not in known:

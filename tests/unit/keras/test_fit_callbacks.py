@@ -244,6 +244,39 @@ def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
     assert waits == [2, 0, 2]
 
 
+@pytest.mark.parametrize(("counted_by", "lost"), [("fit", [2, 2]), ("fit", [0]), ("loop", [1])])
+def test_code_between_fit_and_commit_runs_again_after_a_loss_there(alone, counted_by, lost):
+    """One `fit` an epoch, whose loss is noted after it; `lost`: collectives of the code fail so often."""
+    model = small()
+    state = KerasState(model, batch=0, epoch=0, noted=[])
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    to_come = list(lost)  # not kept by the state
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.epoch < 3:
+            if counted_by == "fit":
+                own = [ElasticCallback(state)]
+                history = model.fit(
+                    dataset, initial_epoch=state.epoch, epochs=state.epoch + 1, verbose=0, callbacks=own
+                )
+            else:
+                own = [hvd.elastic.CommitStateCallback(state)]
+                history = model.fit(*data(), batch_size=BATCH, epochs=1, verbose=0, callbacks=own)
+            state.noted.append(len(history.history["loss"]))
+            if to_come and to_come[0] == len(state.noted) - 1:
+                to_come.pop(0)
+                raise HorovodInternalError("a collective in a validation of one's own")
+            if counted_by == "loop":
+                state.epoch += 1
+            state.commit()
+
+    loop(state)
+    assert not to_come
+    assert (state.noted, state.epoch, state.batch) == ([1] * 3, 3, 0)
+    assert int(model.optimizer.iterations) == 3 * -(-len(data()[0]) // BATCH)
+
+
 def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
     model, state, dataset = ready()
     failed = []

@@ -213,7 +213,7 @@ def test_an_optimizer_that_trains_outside_of_the_state_is_refused(alone):
         optimizer.step()
         state.commit()
 
-    with pytest.raises(UsageError, match=r"TorchState\(model, optimizer\)"):
+    with pytest.raises(UsageError, match=r"TorchState\(model=model, optimizer=optimizer\)"):
         loop(TorchState(model, step=0))
     loop(TorchState(model, optimizer, step=0))
 

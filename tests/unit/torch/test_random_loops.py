@@ -33,8 +33,8 @@ class CuttingDriver(WorldDriver):
 class Observer:
     """Compares the state of each world with the marks and commits that its members had when the world before broke."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, how: object) -> None:
+        self.seed, self.how = seed, how
         self.digest: Callable[[], str] | None = None
         self.newest: dict[str, str] = {}
         self.at_failure: dict[str, str] | None = None
@@ -57,7 +57,7 @@ class Observer:
         before = [newest for _, newest in states if newest is not None]
         if before and len(before) == len(states):
             found = [what for newest in before for what, digest in newest.items() if digest == states[0][0]]
-            assert found, f"seed {self.seed}: neither a mark nor a commit: {states}, {wide_loops.loop_of(self.seed)}"
+            assert found, f"seed {self.seed}: neither a mark nor a commit: {states}, {self.how}"
             self.losses["commit" if "commit" in found else "mark"] += 1
 
 
@@ -85,7 +85,7 @@ def observed(monkeypatch: Any, observer: Observer) -> None:
 def train(first: int, last: int) -> list[tuple[dict[str, Any], dict[str, int]]]:
     out = []
     for seed in range(first, last + 1):
-        observer = Observer(seed)
+        observer = Observer(seed, wide_loops.loop_of(seed))
         with pytest.MonkeyPatch.context() as patched:
             observed(patched, observer)
             drawn = f"{seed} {link().worker}"
