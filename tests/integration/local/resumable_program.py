@@ -86,7 +86,8 @@ def settings(folder: Path) -> dict[str, Any]:
     from spark_elastic import LocalLauncher
 
     launcher = LocalLauncher(preimport=("torch", "torch._dynamo"))
-    return {"num_proc": 2, "launcher": launcher, "checkpoint_dir": folder / "runs", "run_id": "one", "verbose": 0}
+    where = {"checkpoint_dir": folder / "runs", "run_id": "one"}
+    return {"num_proc": 2, "launcher": launcher, **where, "start_timeout": 300, "verbose": 0}
 
 
 def main() -> None:
