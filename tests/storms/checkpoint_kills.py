@@ -194,6 +194,20 @@ def operations_of(framework: str) -> Counter[str]:
         return case.operations()
 
 
+def write_report(args: Any, cases: list[dict[str, Any]]) -> None:
+    problems = [problem for case in cases for problem in case["problems"]]
+    most = 1 if args.loop == OWN else 2 * STEPS
+    series = [Series("problems", [float(len(case["problems"])) for case in cases], "problems", target_max=0.0)]
+    for whom in sorted({case["kills"] for case in cases}):
+        struck = [case for case in cases if case["kills"] == whom]
+        again = [float(case["steps_again"]) for case in struck]
+        series.append(Series(f"{whom} killed", [float(len(case["killed"])) for case in struck], "kills"))
+        series.append(Series(f"{whom} killed: steps done again", again, "steps", target_max=float(most)))
+    operations = Counter(operation for case in cases for operation in case["killed"])
+    raw = {"killed_before": operations, "problems": problems}
+    report("-".join(filter(None, ["checkpoint-kills", args.loop])), args, *series, raw=raw)
+
+
 def main() -> int:
     options = parser(__doc__, repeat=50, results=Path(__file__).with_name("results"))
     options.add_argument("--loop", choices=(*FRAMEWORKS, OWN), help="one framework only, or a loop of the user's own")
@@ -209,18 +223,8 @@ def main() -> int:
             counts[framework] = OWN_OPERATIONS if framework == OWN else operations_of(framework)
         cases.append(one_case(framework, kills, counts[framework], random.Random(rng.random())))
         print(json.dumps(cases[-1]), flush=True)
-    problems = [problem for case in cases for problem in case["problems"]]
-    most = 1 if args.loop == OWN else 2 * STEPS
-    series = [Series("problems", [float(len(case["problems"])) for case in cases], "problems", target_max=0.0)]
-    for whom in sorted({case["kills"] for case in cases}):
-        struck = [case for case in cases if case["kills"] == whom]
-        again = [float(case["steps_again"]) for case in struck]
-        series.append(Series(f"{whom} killed", [float(len(case["killed"])) for case in struck], "kills"))
-        series.append(Series(f"{whom} killed: steps done again", again, "steps", target_max=float(most)))
-    operations = Counter(operation for case in cases for operation in case["killed"])
-    raw = {"killed_before": operations, "problems": problems}
-    report("-".join(filter(None, ["checkpoint-kills", args.loop])), args, *series, raw=raw)
-    return int(bool(problems))
+    write_report(args, cases)
+    return int(any(case["problems"] for case in cases))
 
 
 if __name__ == "__main__":
