@@ -237,7 +237,7 @@ def chaos_faults() -> dict[str, Any]:
 def hostile() -> str:
     """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
     rows = []
-    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes")
+    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes", "checkpoint-kills-own")
     for name in (f"{each}.json" for each in names):
         path = STORMS / name
         if path.exists():

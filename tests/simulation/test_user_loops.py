@@ -50,6 +50,18 @@ BUGS = (
         "            pass\n",
     ),
     Bug(
+        "an optimizer's tensors outside of its state stay",
+        "torch/elastic/handlers",
+        "            own.update({name: put(own.get(name), value, device) for name, value in held.items()})\n",
+        "            pass\n",
+    ),
+    Bug(
+        "states of metrics stay",
+        "torch/elastic/handlers",
+        'own[name] = put(None, state, getattr(named[path], "device", torch.device("cpu")))',
+        "pass",
+    ),
+    Bug(
         "plain values go back to the first mark",
         "elastic/state",
         "None if committed else self._handlers.light_values()",
@@ -70,6 +82,8 @@ CAUGHT_BY = {
     "a commit copies nothing, and what is restored is what there is": ("user_loops", 1),
     "parameters that were written to count as unchanged": ("user_loops", 12),
     "running means of the interrupted step stay": ("wide_loops", 22),
+    "an optimizer's tensors outside of its state stay": ("wide_loops", 10),
+    "states of metrics stay": ("wide_loops", 1),
     "plain values go back to the first mark": ("user_loops", 4),
     "a mark between the passes of a step counts": ("user_loops", 20),
 }

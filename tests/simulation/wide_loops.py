@@ -4,7 +4,8 @@
 
 Prints the first of these seeds whose loop ended differently, if there is one. The loops have two optimizers, closures,
 gradient scalers and clipping, gradients applied by hand, lists and dictionaries, metrics, samplers, schedules, averages
-and target networks. Checks for updated hosts fail at random as well, or leave the loop as for a newcomer.
+and target networks, buffers that a forward pass makes, and optimizers with values of their own. Checks for updated
+hosts fail at random as well, or leave the loop as for a newcomer.
 
 Only rank 0 contributes gradients, so the final tensors are those of one process, to the last bit, for any number of
 ranks (with a sampler rank 0 sees other rows). `tests/unit/torch/test_random_loops.py` runs these loops on several.
@@ -17,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.simulation.user_loops import RATE, failing
@@ -49,12 +50,16 @@ class Loop:
     validates_every: int
     commits_epochs: bool
     passes: int
+    optimizer: str
+    """An optimizer of the user's own; "": one of torch."""
+    buffers: bool
+    """The last layer of each model is a `Remembering`."""
 
 
 def loop_of(seed: int) -> Loop:
     rng = random.Random(seed)
     commit_every, checks = rng.choice([1, 1, 3, 7, 0]), rng.random() < 0.4
-    return Loop(
+    loop = Loop(
         kind=rng.choice(KINDS),
         commit_every=commit_every,
         checks=checks,
@@ -69,7 +74,12 @@ def loop_of(seed: int) -> Loop:
         validates_every=rng.choice([0, 5]),
         commits_epochs=rng.random() < 0.6,
         passes=rng.choice([1, 2]),
+        optimizer="",
+        buffers=False,
     )
+    optimizer, buffers = rng.choice(["", "", "lookahead", "sharpness", "signs"]), rng.random() < 0.4
+    kind = "closure" if optimizer == "sharpness" else loop.kind
+    return replace(loop, kind=kind, optimizer="" if kind == "closure twice" else optimizer, buffers=buffers)
 
 
 class Metric:
@@ -107,9 +117,11 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
             whenever the loop's function begins.
     """
     import torch
+    from torch.utils._pytree import tree_leaves
     from torch.utils.checkpoint import checkpoint
 
     import spark_elastic.torch as hvd
+    from tests.simulation.hidden_values import Average, Lookahead, Remembering, Sharpness, Signs
 
     hvd.init()
     how = loop_of(seed)
@@ -122,7 +134,8 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
         middle = torch.nn.Tanh
 
     def build() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(6, 4), middle(), torch.nn.Linear(4, 1))
+        last = Remembering(4, 2 * ROWS + 1) if how.buffers else torch.nn.Linear(4, 1)
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), middle(), last)
 
     model, second, average = build(), build(), build()
     average.load_state_dict(model.state_dict())
@@ -133,6 +146,10 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
         kind = torch.optim.Adam if adam else torch.optim.SGD
         kind = twice(kind) if how.kind == "closure twice" else kind
         plain = kind(module.parameters(), lr=0.02, **({} if adam else {"momentum": 0.9}))
+        if how.optimizer == "signs":
+            plain = Signs(module.parameters(), lr=0.02)
+        elif how.optimizer:
+            plain = (Lookahead if how.optimizer == "lookahead" else Sharpness)(plain)
         return hvd.DistributedOptimizer(plain, backward_passes_per_step=passes, op=hvd.Sum)
 
     optimizer, other = optimizer_of(model), optimizer_of(second)
@@ -140,11 +157,12 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
     if plateau:
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    metric, scaler = Metric(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    metric, mean, scaler = Metric(), Average(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
     rows = torch.utils.data.TensorDataset(x, y)
     sampler = hvd.elastic.ElasticSampler(rows)
     loader = torch.utils.data.DataLoader(rows, batch_size=ROWS, sampler=sampler, drop_last=how.drop_last)
-    more = {"schedule": schedule, "scaler": scaler, "metric": metric, "sampler": sampler, "average": average}
+    more = {"schedule": schedule, "scaler": scaler, "metric": metric, "mean": mean}
+    more.update(sampler=sampler, average=average)
     if how.kind == "two optimizers":
         more.update(second=second, other=other)
     counts = {"batches": 0, "by_kind": {"odd": 0}, "list": []}
@@ -174,6 +192,8 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
             state.counts["list"].append(1)
         if how.metric == when:
             metric.add()
+            mean.update(torch.tensor(float(state.seen)))
+            state.log.append(mean.compute().item())
         if how.sampler == when:
             sampler.record_batch(number, ROWS)
 
@@ -236,7 +256,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
         if how.average == "after":
             follow(0.1)
         elif how.average == "target" and number % 4 == 3:
-            average.load_state_dict(model.state_dict())
+            average.load_state_dict(model.state_dict(), strict=not how.buffers)  # it has made no buffers yet
 
     def one_batch(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> None:
         index = state.batch
@@ -274,21 +294,23 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
                 schedule.step()
             state.epoch += 1
             state.batch = 0
+            mean.reset()
             sampler.set_epoch(state.epoch)
             if how.commits_epochs:
                 state.commit()
         hvd.barrier()  # no rank is past the loop while another one may still be called again
 
     def outcome() -> dict[str, Any]:
-        tensors = [t for module in (model, second, average) for t in module.state_dict().values()]
-        tensors += [t for o in (optimizer, other) for s in o.state.values() for t in s.values() if torch.is_tensor(t)]
-        digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+        tensors = [t for module in (model, second, average) for t in (*module.parameters(), *module.buffers())]
+        parts = [*tensors, *tree_leaves([optimizer.state_dict(), other.state_dict()])]
+        in_bytes = [part.detach().numpy().tobytes() if torch.is_tensor(part) else repr(part).encode() for part in parts]
+        digest = hashlib.sha256(b"".join(in_bytes)).hexdigest()
         schedule_at = {key: value for key, value in schedule.state_dict().items() if key != "_step_count"}
         plain = state.batch, state.epoch, state.seen, state.log, state.best, state.counts
         return {
             "tensors": digest,
             "values": str(plain),
-            "others": str((metric.state_dict(), scaler.state_dict(), schedule_at, optimizer.param_groups[0]["lr"])),
+            "others": str((metric.state_dict(), mean.total, mean.all, scaler.state_dict(), schedule_at)),
             "rows": str((sampler.epoch, sampler.processed_num)),
         }
 

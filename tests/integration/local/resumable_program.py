@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.integration.spark.training import Notes
+
 WIDTH = 4
 
 
@@ -34,8 +36,14 @@ def step(model: Any, optimizer: Any, schedule: Any, number: int) -> None:
     schedule.step()
 
 
-def train(limit: int, pause_at: int | None = None) -> tuple[int, list[int], list[Any]]:
-    """Return the step at which the loop began here, the steps of all calls, and the trained weights."""
+def train(limit: int, pause_at: int | None = None, diary: str = "") -> tuple[int, list[int], list[Any]]:
+    """Return the step at which the loop began here, the steps of all calls, and the trained weights.
+
+    Args:
+        limit: The number of steps.
+        pause_at: The step in which all workers wait until they are killed.
+        diary: A folder in which rank 0 notes each commit, which it makes only once the one before is written.
+    """
     import spark_elastic.torch as hvd
     from spark_elastic.elastic.loop import frontend
 
@@ -46,6 +54,7 @@ def train(limit: int, pause_at: int | None = None) -> tuple[int, list[int], list
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
     schedule.optimizer = optimizer
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, schedule=schedule, steps=[])
+    note = Notes(diary) if diary else None
 
     @hvd.elastic.run
     def loop(state: Any) -> int:
@@ -55,7 +64,11 @@ def train(limit: int, pause_at: int | None = None) -> tuple[int, list[int], list
                 threading.Event().wait()
             step(model, optimizer, schedule, len(state.steps))
             state.steps.append(len(state.steps))
+            if note is not None:
+                frontend.checkpoints._writer.drain()
             state.commit()
+            if note is not None and hvd.rank() == 0:
+                note("applied", step=len(state.steps))
         return first
 
     return loop(state), state.steps, [model.weight.tolist(), model.bias.tolist()]
@@ -73,7 +86,8 @@ def settings(folder: Path) -> dict[str, Any]:
     from spark_elastic import LocalLauncher
 
     launcher = LocalLauncher(preimport=("torch",))
-    return {"num_proc": 2, "launcher": launcher, "checkpoint_dir": folder / "runs", "run_id": "one", "verbose": 0}
+    where = {"checkpoint_dir": folder / "runs", "run_id": "one"}
+    return {"num_proc": 2, "launcher": launcher, **where, "start_timeout": 300, "verbose": 0}
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import TorchState
+from tests.simulation import hidden_values
+from tests.simulation.hidden_values import Average
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -22,50 +24,23 @@ LOST_AT = 5
 JOIN_AT = 4
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Every third step, moves the slow weights towards those of the optimizer within."""
-
-    def __init__(self, base):
-        super().__init__([p for group in base.param_groups for p in group["params"]], {})
-        self.base, self.param_groups, self.steps = base, base.param_groups, 0
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
-
+class Lookahead(hidden_values.Lookahead):
     def zero_grad(self):  # without torch's argument
         self.base.zero_grad()
 
-    def step(self, closure=None):
-        self.base.step()
-        self.steps += 1
-        if self.steps % 3 == 0:
-            for group, slow in zip(self.param_groups, self.slow, strict=True):
-                for param, kept in zip(group["params"], slow, strict=True):
-                    kept.lerp_(param.detach(), 0.5)
-                    param.data.copy_(kept)
 
-
-class Signs(torch.optim.Optimizer):
-    """Moves by the signs of a running mean that it makes in its first step, less in each step."""
+class Signs(hidden_values.Signs):
+    """Also has values of other kinds, by which it steps."""
 
     def __init__(self, params):
-        super().__init__(params, {})
-        self.means, self._count, self.saved = None, 0, {"losses": []}
+        super().__init__(params)
         self.recent, self.noise, self.scales = deque(maxlen=2), np.random.default_rng(0), np.ones(2)
 
-    @torch.no_grad()
     def step(self, closure=None):
-        params = self.param_groups[0]["params"]
-        if self.means is None:
-            self.means = {index: torch.zeros_like(param) for index, param in enumerate(params)}
-        self._count += 1
-        self.saved["losses"].append(self._count)
-        for param, mean in zip(params, self.means.values(), strict=True):
-            mean.lerp_(param.grad, 0.3)
-            self.recent.append(self._count)
-            self.scales *= 1 + self.noise.random() / 10
-            param.sub_(mean.sign() * self.scales[0] / (10 * len(self.saved["losses"]) + sum(self.recent)))
-
-    def state_dict(self):
-        return {"means": self.means, "count": self._count}
+        self.recent.append(self._count)
+        self.scales *= 1 + self.noise.random() / 10
+        self.param_groups[0]["lr"] = float(self.scales[0]) / (10 + sum(self.recent))
+        return super().step(closure)
 
 
 class Turns(torch.optim.Optimizer):
@@ -84,51 +59,15 @@ class Turns(torch.optim.Optimizer):
         self.steps += 1
 
 
-class Average(torch.nn.Module):
-    """Has its states where torchmetrics has them."""
+class Remembering(hidden_values.Remembering):
+    """Also has a buffer whose elements are one."""
 
     def __init__(self):
-        super().__init__()
-        self._defaults, self._computed, self._update_count = {}, None, 0
-        self.add_state("total", torch.zeros(()))
-        self.add_state("all", [])
-
-    def add_state(self, name, value):
-        setattr(self, name, value)
-        self._defaults[name] = value
-
-    def update(self, value):
-        self._computed, self._update_count = None, self._update_count + 1
-        self.total = self.total + value
-        self.all.append(value)
-
-    def compute(self):
-        if self._computed is None:
-            self._computed = self.total / self._update_count + torch.stack(self.all).max()
-        return self._computed
-
-
-class Remembering(torch.nn.Linear):
-    """Scales by what it has seen, in a buffer that is not persistent, and keeps another that it makes and grows."""
-
-    def __init__(self):
-        super().__init__(3, 1)
-        self.register_buffer("scale", torch.ones(()), persistent=False)
-        self.register_buffer("bank", None)
+        super().__init__(3)
         self.register_buffer("offsets", torch.zeros(()).expand(3))
-        self.longest, self.calls = 2, 0
 
     def forward(self, rows):
-        self.calls += 1
-        self.scale.mul_(0.9)
-        self.bank = rows if self.bank is None else torch.cat([self.bank, rows])
-        return super().forward(rows + self.offsets) * self.scale + self.bank.mean() + self.cached(len(self.bank))
-
-    def cached(self, length):
-        if not hasattr(self, "table") or self.longest < length:
-            self.longest = 2 * length
-            self.register_buffer("table", torch.arange(self.longest) / 100, persistent=False)
-        return self.table[:length].sum()  # fails if it is shorter than `longest`
+        return super().forward(rows + self.offsets)
 
 
 def skip(state):
