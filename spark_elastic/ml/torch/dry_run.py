@@ -35,6 +35,7 @@ from spark_elastic.ml.training.dry_run import DryRunResult, user_code
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.reporting.history import FACTS
 from spark_elastic.runs.tensors import detached
+from spark_elastic.torch.elastic.state import note_step
 from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
@@ -256,7 +257,7 @@ def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
             )
     for name in ("torch.nn.modules.module", "torch.optim.optimizer"):
         for kind, hooks in vars(sys.modules[name]).items():
-            if _GLOBAL_HOOKS.match(kind) and hooks:
+            if _GLOBAL_HOOKS.match(kind) and any(hook is not note_step for hook in hooks.values()):
                 raise InvalidSettingsError(
                     f"hooks are registered for all modules or optimizers ({name}.{kind}), and workers would not call "
                     "them; register them on the model or the optimizer, or remove them before fit"

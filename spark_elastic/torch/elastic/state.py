@@ -37,7 +37,12 @@ from spark_elastic.torch.parameters import abandon_steps
 log = logging.getLogger("spark_elastic.torch")
 
 
-register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
+def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note that an optimizer of this process, of a state or not, has made a step."""
+    stepped.add(optimizer)
+
+
+register_optimizer_step_post_hook(note_step)
 
 
 Registry = list[tuple[Any, type[StateHandler]]]
