@@ -125,7 +125,10 @@ def test_program_runs_without_an_activated_environment(torch_said):
 def test_start_says_what_takes_its_time_and_no_timeout(torch_said):
     starts = [line for line in torch_said.ours if "starting 2 workers" in line]
     assert starts == ["spark_elastic: starting 2 workers (each imports torch, usually 5-20 s)"] * 2
-    assert "s left" not in torch_said.err
+    took = float(torch_said.out.partition("fitted ")[2].split()[0])
+    # on a busy machine the slots may take more than a quarter of their time, and then it is told
+    told = [line for line in torch_said.ours if "s left" in line and "to be free together" not in line]
+    assert told == [] or took > 15, torch_said.err  # a quarter of `start_timeout`
 
 
 def test_bar_of_spark_does_not_appear_between_our_lines(torch_said):
