@@ -241,12 +241,13 @@ def _check_forward_changes(
 
 
 def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model but those of batch normalisation, of which `unconverted` tells."""
+    """Return the dense buffers of a model but those of batch normalisation, of which `unconverted` tells."""
     modules = [(name, each) for name, each in model.named_modules() if not isinstance(each, _BatchNorm)]
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in modules
         for name, value in module.named_buffers(recurse=False)
+        if value.layout == torch.strided
     }
 
 
@@ -254,7 +255,8 @@ def _warn_of_buffers_by_rows(
     objective: Objective, model: torch.nn.Module, parts: Sequence[TorchBatch], names: Sequence[str]
 ) -> None:
     """Warn of buffers, of those named, that two parts of a batch would leave with different values."""
-    start, generator = {name: value.clone() for name, value in model.named_buffers()}, torch.random.get_rng_state()
+    start = {name: value.clone() for name, value in model.named_buffers() if value.layout == torch.strided}
+    generator = torch.random.get_rng_state()
     found = []
     for part in parts:
         torch.random.set_rng_state(generator)

@@ -138,6 +138,17 @@ class Centred(nn.Linear):
         return super().forward(x)
 
 
+class Graph(nn.Linear):
+    """A layer with a sparse buffer, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("edges", torch.eye(6).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((self.edges @ x.T).T)
+
+
 def second_output(model: Any, batch: Any) -> Any:
     """A loss of a model with another output in training, which is not there in a validation."""
     assert model.training, "no second output"
@@ -330,6 +341,7 @@ def test_model_without_a_value_for_any_row_says_what_it_returns(dataset: Dataset
         (Centred(of_rows=False), {}, []),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), {}, []),
         (tracked(), {}, ["1.1.running_mean, 1.1.running_var"]),
+        (Graph(), {}, []),
     ],
 )
 def test_buffers_that_follow_the_rows_are_warned_of(
