@@ -64,9 +64,13 @@ def dry_run(
     callbacks = adapt_callbacks(given, training, ready.model)
     check_one_best(callbacks)
     if training.sync_batch_norm:
-        common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
+        common.warn_of_local_batch_statistics(
+            unconverted(ready.model),
+            "the class overrides call",
+            "Use keras.layers.BatchNormalization, or set sync_batch_norm=False",
+        )
     _check_means(training, ready)
-    sums = _step(ready, batch)
+    sums = _step(training, ready, batch)
     _check_columns(training, ready, sums, callbacks)
     common.check_callback_states(callbacks)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
@@ -205,7 +209,7 @@ def _shapes(ready: PreparedModel, arrays: Sequence[Any]) -> str:
     return ""
 
 
-def _step(ready: PreparedModel, batch: Batch) -> Sums:
+def _step(training: KerasTraining, ready: PreparedModel, batch: Batch) -> Sums:
     """Do a step and return the sums of its losses and metrics."""
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
@@ -222,7 +226,30 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
         if ready.model._compile_loss is not None or ready.model.losses or _has_test_step(ready.model):
             _check_sums(ready, arrays)
         _check_pairs(ready, tensors)
+        if not training.loss_is_per_worker:
+            _warn_of_buffers_by_rows(
+                ready.model, [ready.feeder.structure(tuple(each[at::2] for each in tensors))[0] for at in (0, 1)]
+            )
     return sums
+
+
+def _warn_of_buffers_by_rows(model: Any, inputs: Sequence[Any]) -> None:
+    """Warn of variables, but those of batch normalisation, that parts of a batch would leave with different values."""
+    norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
+    of_norms = {id(each) for norm in norms for each in norm.weights}
+    buffers = [each for each in buffers_of(model) if id(each) not in of_norms]
+    kept = [(each, each.numpy()) for each in (*buffers_of(model), *seeds_of(model))] if buffers else []
+    found = []
+    for x in inputs if buffers else ():
+        model(x, training=True)
+        found.append([each.numpy() for each in buffers])
+        for variable, value in kept:
+            variable.assign(value)
+    common.warn_of_local_batch_statistics(
+        [each.path for each, *values in zip(buffers, *found, strict=True) if not np.array_equal(*values)],
+        "the model changes them by the rows that it is called with",
+        "Set loss_is_per_worker=True",
+    )
 
 
 def _has_test_step(model: Any) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import builtins
 import contextlib
+import dis
 import inspect
 import io
 import json
+import marshal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import keras
@@ -192,7 +196,8 @@ def custom_names(value: Any, config: Any) -> list[str]:
     """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
 
     To load the configuration, `custom_objects` must have these names, unless they are registered with Keras. Raises
-    NotPicklableError if a function has the name of one of Keras's, which Keras would load instead.
+    NotPicklableError if a function has the name of one of Keras's, which Keras would load instead, and for a lambda
+    that uses names of its module, which Keras leaves out.
     """
     for name, each in _custom_parts(value):
         if isinstance(each, FunctionType) and is_builtin(name):
@@ -200,6 +205,11 @@ def custom_names(value: Any, config: Any) -> list[str]:
                 f"the function {name} has the name of one of Keras's, which the model would get instead of it; give it "
                 "another name"
             )
+    if used := _globals_of_lambdas(config):
+        raise NotPicklableError(
+            f"a lambda in {getattr(value, 'name', type(value).__name__)} uses {', '.join(used)}, and Keras keeps of a "
+            "lambda its code alone, without what its module has under these names; give a function with a name (def)"
+        )
     return [name for name in _names_in(config) if not is_builtin(name)]
 
 
@@ -274,6 +284,26 @@ def _names_in(config: Any) -> list[str]:
             if (name := _name(node)) is not None:
                 found[name] = None
             stack += reversed(list(node.values()))
+    return list(found)
+
+
+def _globals_of_lambdas(config: Any) -> list[str]:
+    """Return the names that lambdas in a configuration have from their modules."""
+    found: dict[str, None] = {}
+    stack = [config]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, CodeType):
+            loads = [each.argval for each in dis.get_instructions(node) if each.opname == "LOAD_GLOBAL"]
+            found |= dict.fromkeys(name for name in loads if not hasattr(builtins, name))
+            stack += node.co_consts
+        elif isinstance(node, (list, tuple)):
+            stack += node
+        elif isinstance(node, Mapping):
+            if node.get("class_name") == "__lambda__":
+                kept = node["config"]
+                stack.append(marshal.loads(base64.b64decode(kept["code"] if "code" in kept else kept["value"][0])))
+            stack += node.values()
     return list(found)
 
 

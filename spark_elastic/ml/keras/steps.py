@@ -169,7 +169,6 @@ class StepGraphs:
         """Reduce, and do the optimizer's step. Returns the sums over all workers, then how many of them ask to stop."""
         numbers = tf.concat([self._metrics.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
         grads, numbers = self._reducer(grads, numbers)
-        grads = [_unique_indices(grad) for grad in grads]
         # The optimizer's count of steps depends on no gradient, so TensorFlow could increment it before the reduction.
         given = [grad for grad in grads if grad is not None]
         with tf.control_dependencies([*tf.nest.flatten(given, expand_composites=True), numbers]):
@@ -180,11 +179,12 @@ class StepGraphs:
         norm, value = self._training.clip_norm, self._training.clip_value
         scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
-            squares = [tf.reduce_sum(tf.cast(_values(each), tf.float64) ** 2) for each in grads if each is not None]
+            whole = [_values(_unique_indices(each)) for each in grads if each is not None]
+            squares = [tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in whole]
             longest = norm * tf.cast(scale, tf.float64)
             grads = [_times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
         if value is not None:
-            grads = [_bounded(grad, value * tf.cast(scale, tf.float64)) for grad in grads]
+            grads = [_bounded(_unique_indices(grad), value * tf.cast(scale, tf.float64)) for grad in grads]
         return grads
 
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
@@ -328,7 +328,7 @@ def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list
 
 
 def _plus(one: Any, other: Any) -> Any:
-    if isinstance(one, tf.IndexedSlices):  # equal indices are added up later, see `_unique_indices`
+    if isinstance(one, tf.IndexedSlices):
         values = tf.concat([one.values, other.values], 0)
         return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
     return None if one is None else one + other
@@ -339,7 +339,10 @@ def _values(grad: Any) -> Any:
 
 
 def _unique_indices(grad: Any) -> Any:
-    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients."""
+    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients.
+
+    Elsewhere they are left as they are: optimizers such as Adam square each entry, in `model.fit` too.
+    """
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     places, which = tf.unique(grad.indices)

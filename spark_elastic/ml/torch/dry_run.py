@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
@@ -68,7 +69,11 @@ def dry_run(
     _check_tables(training)
     _check_loss_parameters(training)
     if training.sync_batch_norm:
-        common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
+        common.warn_of_local_batch_statistics(
+            unconverted(training.model),
+            "the class overrides forward",
+            "Use torch.nn.BatchNorm1d, 2d or 3d, or set sync_batch_norm=False",
+        )
     copied = common.round_trip_pickle(training)
     _check_copy(training, copied)
     generator = torch.random.get_rng_state()
@@ -124,6 +129,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
     versions = {name: param._version for name, param in model.named_parameters() if param.requires_grad}
+    buffers = {name: value.clone() for name, value in _own_buffers(model).items()}
     with (
         user_code(_subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
@@ -134,6 +140,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         result = _kept(objective.forward(model, part))
         share = objective.share(result, part.rows, result.counts if objective.coupled else ())
     _check_forward_changes(training, objective, model, versions)
+    moved = [name for name, value in _own_buffers(model).items() if not torch.equal(value, buffers.get(name, value))]
     validation = _validation(training, objective, part)
     logged = _logged(result, validation)
     metrics = TorchMetricAccumulator(objective, training.metrics, logged)
@@ -184,6 +191,8 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         schedule.after_step()
         schedule.after_epoch(row)
     check_losses(training, objective, part, result)
+    if moved and part.rows > 1 and not training.loss_is_per_worker:
+        _warn_of_buffers_by_rows(objective, model, BatchMaker(training, torch.device("cpu")).parts(batch, 2), moved)
     _check_writable(training, model, optimizer, schedule)
     return result, {"logged": logged, "paired": objective.paired}
 
@@ -229,6 +238,39 @@ def _check_forward_changes(
             "with max_norm. Each worker would do so by its share of a batch, and its weights would differ from those "
             "of the others. Change them in a hook of the optimizer instead: register_step_post_hook"
         )
+
+
+def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the dense buffers of a model but those of batch normalisation, of which `unconverted` tells."""
+    modules = [(name, each) for name, each in model.named_modules() if not isinstance(each, _BatchNorm)]
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in modules
+        for name, value in module.named_buffers(recurse=False)
+        if value.layout == torch.strided
+    }
+
+
+def _warn_of_buffers_by_rows(
+    objective: Objective, model: torch.nn.Module, parts: Sequence[TorchBatch], names: Sequence[str]
+) -> None:
+    """Warn of buffers, of those named, that two parts of a batch would leave with different values."""
+    start = {name: value.clone() for name, value in model.named_buffers() if value.layout == torch.strided}
+    generator = torch.random.get_rng_state()
+    found = []
+    for part in parts:
+        torch.random.set_rng_state(generator)
+        with torch.no_grad(), single_row_norm(model, part.rows):
+            objective.forward(model, part)
+        left = dict(model.named_buffers())
+        found.append({name: left[name].clone() for name in names})
+        for name, value in start.items():
+            left[name].data = value.clone()
+    common.warn_of_local_batch_statistics(
+        [name for name in names if not torch.equal(found[0][name], found[1][name])],
+        "forward changes these buffers by the rows that it is called with",
+        "Set loss_is_per_worker=True",
+    )
 
 
 def _check_loss_parameters(training: TorchTraining) -> None:

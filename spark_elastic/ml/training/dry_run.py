@@ -195,15 +195,15 @@ def warn_of_averaged_metrics(metrics: Sequence[str], alternative: str) -> None:
         )
 
 
-def warn_of_local_batch_statistics(layers: Sequence[str], method: str, alternative: str) -> None:
-    """Warn of layers whose class overrides `method`, so that their statistics are those of a worker's own rows."""
-    if layers:
+def warn_of_local_batch_statistics(names: Sequence[str], reason: str, remedy: str) -> None:
+    """Warn of layers or buffers whose statistics are those of a worker's own rows."""
+    if names:
         log.warning(
-            "batch statistics of %s are not synchronised, because the class overrides %s: the result will depend on "
-            "the number of workers. Use %s, or set sync_batch_norm=False to accept it",
-            ", ".join(layers),
-            method,
-            alternative,
+            "batch statistics of %s are not synchronised, because %s: the result will depend on the number of workers. "
+            "%s to accept it",
+            ", ".join([*names[:3], *["..."][: len(names) - 3]]),
+            reason,
+            remedy,
         )
 
 

@@ -122,6 +122,12 @@ def softmax() -> Any:
     return keras.Sequential([keras.Input((WIDTH,)), layers.Dense(CLASSES, activation="softmax")])
 
 
+def of_words() -> Any:
+    """Make a model of words that come several times in a batch, so its sparse gradient has equal indices."""
+    middle = [layers.Embedding(CLASSES, 4), layers.GlobalAveragePooling1D()]
+    return keras.Sequential([keras.Input((LONGEST,), dtype="int64"), *middle, layers.Dense(CLASSES)])
+
+
 # --- cases --------------------------------------------------------------------------------------------
 
 CROSS_ENTROPY = partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
@@ -195,6 +201,11 @@ CASES: dict[str, dict[str, Any]] = {
         "columns": (["numbers"], ["one hot"]),
         "model": softmax,
         "compile": lambda: {"loss": keras.losses.CategoricalCrossentropy(), "metrics": stateful()},
+    },
+    "sparse gradients": {
+        "columns": (["tags"], ["tag"]),
+        "model": of_words,
+        "compile": lambda: {"loss": CROSS_ENTROPY()},
     },
     "mixed_float16": {
         "columns": (["numbers"], ["size", "tag"]),

@@ -123,6 +123,28 @@ def test_nan_loss_of_the_first_rows_is_a_warning(tmp_path, caplog):
     assert "the loss of the first rows is NaN" in caplog.text
 
 
+@keras.saving.register_keras_serializable("tests")
+class Centred(keras.layers.Layer):
+    """A layer that keeps a moving mean of its rows."""
+
+    def build(self, shape):
+        self.moving = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="moving")
+
+    def call(self, x, training=False):
+        if training:
+            self.moving.assign(0.9 * self.moving + 0.1 * keras.ops.mean(x, axis=0))
+        return x
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_variables_that_follow_the_rows_are_warned_of(of_rows, data, tmp_path, caplog):
+    own = [Centred(name="own")] if of_rows else []
+    net = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), *own, dense(3, 2)])
+    try_training(data, tmp_path, model=net)
+    warned = [record.args[0] for record in caplog.records if record.msg.startswith("batch statistics")]
+    assert warned == ["own/moving"] * of_rows
+
+
 def by_row(y_true, y_pred):
     return keras.ops.max(y_pred, axis=-1)
 

@@ -129,6 +129,17 @@ def test_users_model_class_needs_a_complete_config() -> None:
             KerasPickle.of(value)
 
 
+def of_module(x: Any) -> Any:
+    return np.pi * x
+
+
+@pytest.mark.parametrize("kind", [keras.layers.Lambda, keras.metrics.MeanMetricWrapper])
+def test_lambda_keeps_no_names_of_its_module_and_a_function_does(kind: Any) -> None:
+    assert np.allclose(KerasPickle.of(keras.layers.Lambda(of_module)).load()(np.ones(2)), np.pi)
+    with pytest.raises(NotPicklableError, match=r"a lambda in [a-z_0-9]+ uses np, .* give a function with a name"):
+        KerasPickle.of(kind(lambda x, y=None: np.pi * x))
+
+
 MAKES = """
 import sys, pickle, keras
 from spark_elastic.ml.keras.pickling import KerasPickle

@@ -119,6 +119,36 @@ class Segments(nn.Module):
         return self.last(x)
 
 
+def tracked() -> nn.Module:
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), norm, nn.Flatten())
+
+
+class Centred(nn.Linear):
+    """A layer that keeps a moving mean of its rows, or of random numbers that are the same for any rows."""
+
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__(6, 6)
+        self.of_rows = of_rows
+        self.register_buffer("moving", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.moving = 0.9 * self.moving + 0.1 * (x.detach().mean(0) if self.of_rows else torch.rand(6))
+        return super().forward(x)
+
+
+class Graph(nn.Linear):
+    """A layer with a sparse buffer, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("edges", torch.eye(6).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((self.edges @ x.T).T)
+
+
 def second_output(model: Any, batch: Any) -> Any:
     """A loss of a model with another output in training, which is not there in a validation."""
     assert model.training, "no second output"
@@ -301,6 +331,26 @@ def test_model_without_a_value_for_any_row_says_what_it_returns(dataset: Dataset
     model = estimator(model=net, optimizer=torch.optim.SGD, loss=None, train_fn=summed).from_dataset_path(dataset)
     with pytest.raises(InvalidSettingsError, match=r"for 4 rows it returns float32 \[3\], and no tensor with a value"):
         model._added()
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "said"),
+    [
+        (Centred(of_rows=True), {}, ["1.moving"]),
+        (Centred(of_rows=True), {"loss_is_per_worker": True}, []),
+        (Centred(of_rows=False), {}, []),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), {}, []),
+        (tracked(), {}, ["1.1.running_mean, 1.1.running_var"]),
+        (Graph(), {}, []),
+    ],
+)
+def test_buffers_that_follow_the_rows_are_warned_of(
+    layer: nn.Module, changes: dict[str, Any], said: list[str], dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(6), layer, nn.Linear(6, 3))
+    estimator(model=net, optimizer=torch.optim.SGD, epochs=1, **changes).from_dataset_path(dataset)
+    warned = [record.args[0] for record in caplog.records if record.msg.startswith("batch statistics")]
+    assert warned == said
 
 
 def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
