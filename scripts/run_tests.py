@@ -17,6 +17,7 @@ import threading
 import time
 
 _TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local", "data", "connect")]
+_TRAININGS += ["tests/unit/keras", "tests/unit/tensorflow"]
 STREAMS = [
     f"trainings={','.join(_TRAININGS)}",
     f"others=tests,{','.join(f'--ignore={folder}' for folder in _TRAININGS)}",
