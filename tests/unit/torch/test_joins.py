@@ -162,7 +162,9 @@ def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
         results = driver.results(3)
     assert len({result["weights"] for result in results}) == 1
     assert all(all(result["sparse"]) for result in results)
-    assert sorted(len(result["sparse"]) for result in results) == [STEPS - JOIN_AT, STEPS, STEPS]
+    of_newcomer, *of_others = sorted(len(result["sparse"]) for result in results)
+    assert of_others == [STEPS, STEPS]
+    assert STEPS - JOIN_AT <= of_newcomer < STEPS  # on a busy machine it comes before the others wait for it
 
 
 def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
