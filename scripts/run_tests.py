@@ -38,7 +38,8 @@ class Stream:
         self.name = name
         self.heard = time.monotonic()
         self.partial = b""
-        self.last = b""
+        self.rule = b""
+        """The last line that pytest has drawn across the page; the final one has the counts."""
         self.report: list[bytes] = []
         """All lines from the second rule on: the first one stands above the progress."""
         self._rules = 0
@@ -50,13 +51,14 @@ class Stream:
         self.heard = time.monotonic()
         *complete, self.partial = (self.partial + data).split(b"\n")
         progress = []
-        for self.last in complete:
-            self._rules += bool(_RULE.match(self.last))
-            (self.report if self._rules > 1 else progress).append(self.last)
+        for line in complete:
+            if _RULE.match(line):
+                self._rules, self.rule = self._rules + 1, line
+            (self.report if self._rules > 1 else progress).append(line)
         return progress
 
     def counts(self) -> dict[str, int]:
-        return {what: int(number) for number, what in _COUNTS.findall(self.last.decode(errors="replace"))}
+        return {what: int(number) for number, what in _COUNTS.findall(self.rule.decode(errors="replace"))}
 
 
 def show(*lines: bytes, behind: str = "") -> None:

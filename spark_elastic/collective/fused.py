@@ -1,4 +1,4 @@
-"""Reductions for training steps: gradients in buckets, and the statistics of batch normalisation.
+"""Reductions of the gradients of a training step, in buckets.
 
 `FusedReduction` is for frameworks that return the gradients of a step together. Torch computes one after the other and
 fills the buckets in `torch.gradients`.
@@ -6,10 +6,8 @@ fills the buckets in `torch.gradients`.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -454,63 +452,3 @@ def _uses(bucket: Bucket) -> int:
     """Return the number of tensors that use the memory of this bucket, numpy arrays of them included."""
     storage = bucket.flat.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))  # private, there since torch 2.1
-
-
-# --- sums over the rows of all members within a pass, for synchronised batch normalisation ---------------
-
-_without_rows = False
-sums_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The forward passes whose backward passes have still to sum over the members.
-
-Until then no gradients are sent: a member without some of them sends at another moment, and the order would differ.
-"""
-
-
-@contextmanager
-def without_rows() -> Iterator[None]:
-    """Let the passes in this context take part in the others' statistics without adding rows to them.
-
-    A rank that has no rows of a batch uses it: it calls the model on a substitute row, forward and backward, to take
-    part in as many collectives as the others. Such passes come before those with rows, and leave no gradients.
-    """
-    global _without_rows
-    before, _without_rows = _without_rows, True
-    try:
-        yield
-    finally:
-        _without_rows = before
-
-
-def is_without_rows() -> bool:
-    """Return True within `without_rows`: the rows of this process must not be counted."""
-    return _without_rows
-
-
-def sum_rows(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """Return the sums of float64 `numbers` over the members, as a new tensor; within `without_rows`, add zeros.
-
-    Raises:
-        HorovodInternalError: see `sum_over_group`.
-    """
-    sums = numbers.detach().clone()
-    if _without_rows:
-        sums.zero_()
-    group = normalised_group(process_set)
-    return sums if group is None else sum_over_group(group, sums)
-
-
-def normalised_group(process_set: ProcessSet) -> GlooGroup | None:
-    """Return the group whose rows are normalised together; None if this process is alone or in no world."""
-    if process.position is None or process.provisional:
-        return None
-    return process_set.group()
-
-
-def sum_over_group(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
-    """Sum `numbers`, float64, over the members, in place, and return them.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-    """
-    group.wait(group.allreduce(numbers, Sum.gloo))
-    return numbers

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # private; no public function recognises a graph for XLA
 
-from spark_elastic.collective.fused import is_without_rows, sum_rows
+from spark_elastic.collective.batch_statistics import is_without_rows, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import Gradient, GradientReducer

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective.fused import FusedReduction, is_without_rows, sum_rows
+from spark_elastic.collective.batch_statistics import is_without_rows, sum_rows
+from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.elastic.replicas import VariableComparison
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_backward
 from spark_elastic.collective.calls import agree, describe_tensor
-from spark_elastic.collective.fused import Bucket, is_without_rows, partition, sums_in_backward
+from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set

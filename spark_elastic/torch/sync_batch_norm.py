@@ -10,7 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from spark_elastic.collective.fused import is_without_rows, normalised_group, sum_over_group, sums_in_backward
+from spark_elastic.collective.batch_statistics import (
+    is_without_rows,
+    normalised_group,
+    sum_over_group,
+    sums_in_backward,
+)
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from spark_elastic.collective.fused import without_rows
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch

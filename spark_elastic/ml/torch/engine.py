@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.fused import without_rows
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch

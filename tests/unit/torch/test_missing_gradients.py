@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.fused import without_rows
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.reduction import Compressor
 from tests.unit.torch.test_collectives import together
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.fused import without_rows
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.torch.sync_batch_norm import unconverted
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver

@@ -356,13 +356,13 @@ def _nothing() -> None: ...
 
 def _die_within(kind: str, count: int) -> None:
     """Let this process end at the `count`-th time."""
-    from spark_elastic.collective import fused
+    from spark_elastic.collective import batch_statistics
     from spark_elastic.collective.fused import FusedReduction
     from spark_elastic.ml.keras.engine import KerasEngine
     from tests.unit.world_link import die
 
     place, name = {
-        "in a layer's reduction": (fused, "sum_over_group"),
+        "in a layer's reduction": (batch_statistics, "sum_over_group"),
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
