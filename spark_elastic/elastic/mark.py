@@ -107,8 +107,8 @@ class OptimizerSteps:
         state = type(self._handlers.owner).__name__
         raise UsageError(
             f"{kind} ({type(optimizer).__name__}) trains in the loop and is not in its state, so other workers would "
-            f"not know what it has learnt: give it to the state, as in {state}(model=model, optimizer=optimizer); an "
-            "optimizer around another one instead of that"
+            f"not know what it has learnt. Give it to the state, as in {state}(model=model, optimizer=optimizer); if "
+            "it is within another optimizer, give that one instead"
         )
 
     def compare_models(self, begun: bool, tensors: Callable[[], Mapping[str, torch.Tensor]], remedy: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _BROADCAST_VARIABLES = (
     "give it to the state of an elastic loop"
 )
 _COMPARISONS = 2
+"""Of variables, before the first two steps; see `VariableComparison`."""
 
 
 def check_equal(group: GlooGroup, tensors: Mapping[str, torch.Tensor], remedy: str = _BROADCAST) -> None:
@@ -51,6 +52,14 @@ def check_equal(group: GlooGroup, tensors: Mapping[str, torch.Tensor], remedy: s
             f"{differ[0]} has other values on some workers than on others ({len(differ)} of {len(tensors)} parameters "
             f"differ), so each would train a model of its own. {remedy}"
         )
+
+
+def by_unique_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors by name; a name that has come before gets the tensor's number."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in named:
+        tensors[f"{name} ({len(tensors)})" if name in tensors else name] = tensor
+    return tensors
 
 
 class VariableComparison:
@@ -95,11 +104,9 @@ class VariableComparison:
             HorovodInternalError: a peer is gone.
         """
         named = self._named()
-        tensors: dict[str, torch.Tensor] = {}
-        for name, variable in named:
-            tensors[f"{name} ({len(tensors)})" if name in tensors else name] = self._values_of(variable)
+        tensors = [(name, self._values_of(variable)) for name, variable in named]
         try:
-            check_equal(group, tensors, _BROADCAST_VARIABLES)
+            check_equal(group, by_unique_name(tensors), _BROADCAST_VARIABLES)
             left = 0
         except MismatchError:
             if left == 1 and not self.broadcast_follows:

@@ -13,6 +13,7 @@ import torch
 
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
+from spark_elastic.elastic.replicas import by_unique_name
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import backend
@@ -190,11 +191,7 @@ class KerasSteps(OptimizerSteps):
         }
         for handler in self._handlers.of(OptimizerHandler).values():
             trained |= {id(backend.native(v)): v for v in getattr(handler.value, "_trainable_variables", ())}
-        named: dict[str, torch.Tensor] = {}
-        for variable in trained.values():
-            path = backend.describe(variable).path
-            named[f"{path} ({len(named)})" if path in named else path] = backend.to_wire(variable)
-        return named
+        return by_unique_name((backend.describe(each).path, backend.to_wire(each)) for each in trained.values())
 
     def passes_begun(self) -> int:
         return max((steps.passes for steps in self._accumulating() if not bool(steps.at_boundary())), default=0)

@@ -202,8 +202,8 @@ def _warn_of_modes(training: TorchTraining) -> None:
     frozen = [name for name, each in training.model.named_modules() if not each.training]
     if training.model.training and frozen and not isinstance(training.train_fn, ModelStep):
         log.warning(
-            "%s of the model: in eval mode, and stays in it. Dropout does nothing there, and batch normalisation uses "
-            "its running statistics. Call model.train() before fit if that is not meant",
+            "parts of the model are in eval mode, and stay in it: %s. Dropout does nothing there, and batch "
+            "normalisation uses its running statistics. Call model.train() before fit if that is not meant",
             ", ".join([*frozen[:3], *["..."][: len(frozen) - 3]]),
         )
 
