@@ -91,14 +91,18 @@ def write_sets(folder: Path) -> dict[str, np.ndarray]:
     return {**rows, "labels": labels}
 
 
-def step(model: Any, features: np.ndarray, labels: np.ndarray) -> None:
-    """Do a step with dense gradients: Keras takes the norm of a sparse one with a row's entries not yet added up."""
+def step(model: Any, features: np.ndarray, labels: np.ndarray, own: bool) -> None:
+    """Do a step as `model.fit` does if the bounds are the optimizer's `own`, and otherwise with dense gradients.
+
+    Keras takes the norm of a sparse gradient with a row's entries not yet added up.
+    """
     with tf.GradientTape() as tape:
         outputs = model(features, training=True)
         loss = cross_entropy()(labels, outputs[0] if isinstance(outputs, list) else outputs)
     gradients = tape.gradient(loss, model.trainable_variables)
-    dense_ones = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
-    model.optimizer.apply(dense_ones, model.trainable_variables)
+    if not own:
+        gradients = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
+    model.optimizer.apply(gradients, model.trainable_variables)
 
 
 def by_plain_keras(variant: str, rows: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -112,7 +116,7 @@ def by_plain_keras(variant: str, rows: dict[str, np.ndarray]) -> tuple[list[np.n
         for _ in range(2):
             for begin in range(0, ROWS, size):
                 part = slice(begin, begin + size)
-                step(model, values[part], rows["labels"][part])
+                step(model, values[part], rows["labels"][part], settings.get("own", False))
         return before, model.get_weights()
 
 
