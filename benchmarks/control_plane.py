@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _harness import Series, parser, raise_descriptor_limit, report, table
 
 from spark_elastic.driver.elastic_driver import ElasticDriver
-from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
+from spark_elastic.membership.launcher import OnEnded
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, StateVersion

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
     from spark_elastic.diagnostics import doctor
-    from spark_elastic.driver.connect.package import ship_package
     from spark_elastic.driver.hosts import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.launcher import LocalLauncher
     from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.reporting.event_log import MembershipChange
+    from spark_elastic.spark.package import ship_package
     from spark_elastic.trackers.mlflow import MLflowCallback
     from spark_elastic.trackers.tensorboard import TensorBoardCallback
 
@@ -81,7 +81,7 @@ _MODULES = {
     "materialize": "spark_elastic.data.materialization",
     "run": "spark_elastic.jobs.run",
     "run_async": "spark_elastic.jobs.run",
-    "ship_package": "spark_elastic.driver.connect.package",
+    "ship_package": "spark_elastic.spark.package",
 }
 
 

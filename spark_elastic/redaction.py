@@ -84,3 +84,9 @@ def _has_secrets(value: Any) -> bool:
         return any(map(_has_secrets, value))
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     return isinstance(text, str) and redacted(text) != text
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
+    lines = redacted(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -15,8 +15,9 @@ from spark_elastic.cli.options import pair
 from spark_elastic.cli.submission import connect_session, spark_session
 from spark_elastic.diagnostics.examination import Examination, installed_version
 from spark_elastic.diagnostics.findings import PROBLEM, Finding
-from spark_elastic.driver.preflight import check_java, first_line
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
+from spark_elastic.redaction import first_line
+from spark_elastic.spark.java import check_java
 from spark_elastic.wire.ports import valid_ports
 
 EPILOG = """\

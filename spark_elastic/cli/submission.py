@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from spark_elastic.data.spark_connect import check_packages
-from spark_elastic.driver.preflight import check_java
 from spark_elastic.errors import JavaNotFoundError, UsageError
+from spark_elastic.spark.connect_session import check_packages
+from spark_elastic.spark.java import check_java
 from spark_elastic.task.script import Script
 
 _CONNECT_PORT = 15002

@@ -21,26 +21,24 @@ from spark_elastic.clock import monotonic, wall
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
-from spark_elastic.data.columns import Request, cast_of, is_case_sensitive
+from spark_elastic.data.columns import Request, Tensor, cast_of, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.shared_store import ensure_shared
-from spark_elastic.data.spark_connect import application_of, context_of, functions_for, is_connect
-from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, small_batches
 from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.failures import has_lost_its_order, reason_of
+from spark_elastic.spark.session import cluster_of
 
 _log = logging.getLogger(__name__)
 WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
 _TASKS_A_SLOT = 64
 _JOINED = 64
-_IN_PLACES = ("Sort [", "InMemoryTableScan")
-"""Parts of plans after which partitions have an order and a place."""
-_PLACES_ASKED = 16
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """Address of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
@@ -116,11 +114,19 @@ def materialize(
         shard_bytes=shard_bytes,
         pre_shuffle=pre_shuffle,
     )
+    where = Store.create(store, storage_options)
+    kept = keep if keep is not None else dataset_id is not None
+    return write_dataset(cluster_of(df.sparkSession), df, request, where, dataset_id, kept, verbose)
+
+
+def write_dataset(
+    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
+) -> Dataset:
+    """Do what `materialize` does, in a cluster that the caller has."""
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    request.resolve(df.schema, is_case_sensitive(df))
-    place = Store.create(store, storage_options)
+    tensors = request.resolve(df.schema, is_case_sensitive(df))
     settings = request.to_json()
     if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
         raise InvalidSettingsError(
@@ -128,18 +134,17 @@ def materialize(
             f"{dataset_id!r}"
         )
     folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
-    kept = keep if keep is not None else dataset_id is not None
     with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             found = _written_before(folder, settings, dataset_id)
             mark_used(folder, kept)
             _log.info("rows that were written before are read from %s", folder.url)
             return found
-        ensure_shared(place, context_of(df.sparkSession))
+        ensure_shared(place, cluster)
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, kept, verbose)
+                dataset = _write(cluster, df, request, tensors, folder, kept, verbose)
                 if dataset.manifest.key != _key_of(settings):  # another process has written it meanwhile
                     raise _other_settings(dataset, settings, dataset_id)
             mark_used(folder, kept)
@@ -186,19 +191,28 @@ def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: s
     )
 
 
-def _write(df: Any, request: Request, folder: Store, kept: bool, verbose: int) -> Dataset:
+def _write(
+    cluster: Cluster,
+    df: Any,
+    request: Request,
+    tensors: tuple[Tensor, ...],
+    folder: Store,
+    kept: bool,
+    verbose: int,
+) -> Dataset:
     from spark_elastic import __version__
 
     run, started, settings = uuid.uuid4().hex[:12], wall(), request.to_json()
     try:
-        receipts = _run(df, request, folder, run, kept, verbose)
+        receipts = _run(cluster, df, request, tensors, folder, run, kept, verbose)
         if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
-            receipts = _run(df, request, folder, run, kept, verbose)
+            tensors = request.resolve(df.schema, is_case_sensitive(df))
+            receipts = _run(cluster, df, request, tensors, folder, run, kept, verbose)
         about = {
             "written_by": f"spark_elastic {__version__}",
-            "application": application_of(context_of(df.sparkSession)),
+            "application": cluster.application,
             "seconds": round(wall() - started, 3),
             "settings": settings,
         }
@@ -229,76 +243,57 @@ def _write(df: Any, request: Request, folder: Store, kept: bool, verbose: int) -
     return Dataset.open(folder)  # another process wrote the same rows meanwhile
 
 
-def _selected(df: Any, request: Request, groups: travel.Groups | None = None) -> list[Any]:
-    """Return the columns of a request, as they are or in groups, under names that mapInArrow finds.
+def _selected(df: Any, request: Request, functions: Any, groups: travel.Groups) -> list[Any]:
+    """Return the columns of a request, in groups, under names that mapInArrow finds.
 
     It does not find columns with dots or backticks in their names.
     """
-    functions = functions_for(df)
 
     def column(name: str) -> Any:
         found = functions.col("`" + name.replace("`", "``") + "`")
         cast = cast_of(df.schema[name].dataType)
         return found.cast(cast) if cast else found
 
-    columns = map(column, request.columns) if groups is None else travel.expressions(groups, column, functions.array)
+    columns = travel.expressions(groups, column, functions.array)
     return [each.alias(f"c{index}") for index, each in enumerate(columns)]
 
 
-def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose: int) -> list[Receipt]:
-    functions = functions_for(df)
-    tensors = request.resolve(df.schema, is_case_sensitive(df))
+def _run(
+    cluster: Cluster,
+    df: Any,
+    request: Request,
+    tensors: tuple[Tensor, ...],
+    folder: Store,
+    run: str,
+    kept: bool,
+    verbose: int,
+) -> list[Receipt]:
+    functions = cluster.functions
     types = {name: df.schema[name].dataType for name in request.columns}
     groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
     task = WriteTask(folder, run, groups, tensors, request.shard_bytes, request.validation, request.seed, kept)
-    rows = df.select(*_selected(df, request, groups))
+    rows = df.select(*_selected(df, request, functions, groups))
     if request.pre_shuffle:
         # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
         rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
-    elif fewer := _fewer_tasks(rows):
+    elif (found := cluster.partitions(rows)) is not None and (fewer := fewer_tasks(*found)):
         rows = rows.coalesce(fewer)
     wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
-        with small_batches(df.sparkSession) if wide else nullcontext():
+        with cluster.small_batches(df.sparkSession) if wide else nullcontext():
             name = f"spark_elastic: write {', '.join(request.tensors)}"
-            found = write_again_if_order_is_lost(
-                lambda: collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose),
+            answers = write_again_if_order_is_lost(
+                lambda: cluster.collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose),
                 lambda: folder.delete(run),
             )
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         # the reason is Spark's own; the frames of its JVM, several screens of them, tell nothing more
         raise failure(f"the rows could not be written: {reason}") from (error if verbose > 1 else None)
-    receipts = sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+    receipts = sorted((Receipt.loads(row.receipt) for row in answers), key=lambda receipt: receipt.partition)
     _refuse_faults(receipts)
     return receipts
-
-
-def _fewer_tasks(rows: Any) -> int | None:
-    """Return how many tasks a query needs that has more partitions than `_TASKS_A_SLOT` for each slot; else None.
-
-    Spark joins partitions that are near one another, and so those whose place it knows in another order than their
-    own: sorted rows and cached ones keep their partitions.
-    """
-    if is_connect(rows):
-        return None  # it does not show the plan
-    try:
-        query, context = rows._jdf.queryExecution(), rows.sparkSession.sparkContext
-        plan = query.executedPlan()
-        if plan.getClass().getSimpleName() == "AdaptiveSparkPlanExec":  # to ask for its RDD would run its shuffles
-            plan = plan.initialPlan()
-            partitions = int(plan.outputPartitioning().numPartitions())
-            placed = any(node in str(plan.toString()) for node in _IN_PLACES)
-        else:
-            rdd = query.toRdd()
-            partitions = int(rdd.getNumPartitions())
-            some = range(0, partitions, max(1, partitions // _PLACES_ASKED))
-            placed = any(context._jsc.sc().getPreferredLocs(rdd, each).nonEmpty() for each in some)
-        return None if placed else fewer_tasks(partitions, context.defaultParallelism)
-    except Exception as error:  # of py4j: the plan is no public interface
-        _log.debug("the partitions of the query could not be counted: %s", error)
-        return None
 
 
 def fewer_tasks(partitions: int, slots: int) -> int | None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from spark_elastic.data.spark_connect import application_of, is_connect, is_local_master, runs_locally
-from spark_elastic.data.spark_jobs import named
-from spark_elastic.data.spark_python import check_executors
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.spark.cluster import Cluster
 
 PROBE = "probe-"  # starts the name of the folder that a check makes in a store for a moment
 _shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores that were found to be shared
 
 
-def ensure_shared(store: Store, context: Any) -> None:
-    """Run `check_shared`, once per application and store. The context is a SparkContext or a Connect session."""
-    about = (application_of(context), store.address)
+def ensure_shared(store: Store, cluster: Cluster) -> None:
+    """Run `check_shared`, once per application and store."""
+    about = (cluster.application, store.address)
     if about not in _shared:
-        check_executors(context)
-        check_shared(store, context)
+        cluster.check_executors()
+        check_shared(store, cluster)
         _shared.add(about)
 
 
-def check_shared(store: Store, context: Any) -> None:
+def check_shared(store: Store, cluster: Cluster) -> None:
     """Check that the executors and the driver see each other's files in a store, with a short job.
 
     The driver writes a token, each task reads it and writes its own file, and the driver looks for these files. The job
@@ -38,8 +36,11 @@ def check_shared(store: Store, context: Any) -> None:
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
 
-    def probe(index: int, _rows: Iterator[Any]) -> Iterator[tuple[str, str, str]]:
-        file = f"executor-{index}"
+    def probe(_rows: Iterator[Any]) -> Iterator[tuple[str, str, str]]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        file = f"executor-{0 if context is None else context.partitionId()}"
         problem = ""
         try:
             if store.read_bytes(f"{folder}/driver") != token.encode():
@@ -57,17 +58,10 @@ def check_shared(store: Store, context: Any) -> None:
     except Exception as error:  # each filesystem has its own exceptions
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
-        if is_connect(context):
-            if store.is_local and runs_locally(context):
-                return
-            answers = _answers_on_connect(context, probe)
-        else:
-            if store.is_local and is_local_master(context.master):
-                return  # driver and executors are one process
-            tasks = context.defaultParallelism
-            rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
-            with named(context, f"spark_elastic: check that all executors see {store.url}"):
-                answers = context.runJob(rows, list)
+        if store.is_local and cluster.is_local:
+            return  # driver and executors are one machine
+        name = f"spark_elastic: check that all executors see {store.url}"
+        answers = cluster.run_tasks(probe, None, name)
         problems = {host: problem for host, _, problem in answers if problem}
         for host, file, problem in answers:
             if not problem and not store.exists(f"{folder}/{file}"):
@@ -82,18 +76,3 @@ def check_shared(store: Store, context: Any) -> None:
             )
     finally:
         store.delete(folder)
-
-
-def _answers_on_connect(session: Any, probe: Callable[[int, Iterator[Any]], Iterator[tuple[str, str, str]]]) -> Any:
-    def task(batches: Iterator[Any]) -> Iterator[Any]:
-        import pyarrow as pa
-        from pyspark import TaskContext
-
-        for _ in batches:
-            pass
-        context = TaskContext.get()
-        for answer in probe(context.partitionId() if context is not None else 0, iter(())):
-            yield pa.RecordBatch.from_arrays([pa.array([each]) for each in answer], ["host", "file", "problem"])
-
-    # without a number of partitions there is one for each slot
-    return session.range(0, 1 << 20).mapInArrow(task, "host string, file string, problem string").collect()

@@ -14,16 +14,14 @@ from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.data.shared_store import ensure_shared
-from spark_elastic.data.spark_connect import is_connect, setting_of
-from spark_elastic.data.spark_console import close_connection
 from spark_elastic.data.store import Store
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
-from spark_elastic.driver.preflight import check_java, check_spark
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
-from spark_elastic.jobs.backends import backend_of
 from spark_elastic.jobs.run import run_async
-from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.membership.reasons import counted
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.java import check_java
+from spark_elastic.spark.session import checked_cluster
 
 MOST_WORKERS = 32
 """Workers of the job that is tried if `num_proc` is not given."""
@@ -86,29 +84,28 @@ class Examination:
     def check_cluster(self, spark: Any) -> None:
         """Check a session and its executors with a job, and the store."""
         try:
-            context = check_spark(spark)
+            cluster = checked_cluster(spark)
         except Exception as error:
             self.check_without_spark(str(error), "change the session as the line above says")
             return
         try:
-            self._check("java", _java_of, context)
-            self._check("Spark", _spark_of, context)
-            self._check("task slots", self._check_slots, context)
+            self._check("java", _java_of, cluster)
+            self._check("Spark", _spark_of, cluster)
+            self._check("task slots", self._check_slots, cluster)
             if self._width > 0:
-                self._check("workers", self._check_job, context)
-            self._check("storage", self._check_store, context)
+                self._check("workers", self._check_job, cluster)
+            self._check("storage", self._check_store, cluster)
         finally:
-            if not is_connect(context):
-                close_connection(context)
+            cluster.leave_thread()
 
     _width = 0
     """Workers of the job that is tried."""
 
-    def _check_slots(self, context: Any) -> Finding:
+    def _check_slots(self, cluster: Cluster) -> Finding:
         self._width = self.num_proc or 0
-        dynamic = setting_of(context, "spark.dynamicAllocation.enabled") == "true"
+        dynamic = cluster.allocates_dynamically()
         try:
-            now = backend_of(RunSettings(spark=context)).slots()
+            now = cluster.slots()
         except InvalidSettingsError as error:
             level = WARNING if dynamic or self.num_proc else PROBLEM
             return Finding("task slots", level, error.message, "add executors, or name num_proc here and in jobs")
@@ -118,19 +115,19 @@ class Examination:
         if now < need and not dynamic:
             self._width = now
             fix = f"add executors or cores, or lower num_proc to {now}; each slot takes "
-            fix += f"spark.task.cpus={setting_of(context, 'spark.task.cpus', '1')} cores"
+            fix += f"spark.task.cpus={cluster.setting('spark.task.cpus', '1')} cores"
             return Finding("task slots", PROBLEM, f"{says}; {need} are needed", fix, facts)
         self._width = self.num_proc or min(now, MOST_WORKERS)
         return Finding("task slots", OK, says + ("; dynamic allocation may add some" if dynamic else ""), facts=facts)
 
-    def _check_job(self, context: Any) -> Finding:
+    def _check_job(self, cluster: Cluster) -> Finding:
         """Run a job of one all-reduce; judge what its workers say about themselves."""
         began = clock.wall()
         job = run_async(
             look_around,
             num_proc=self._width,
             min_num_proc=self._width,
-            spark=context,
+            spark=cluster,
             driver_port=self.driver_port,
             agent_ports=self.agent_ports,
             start_timeout=self._left_s(),
@@ -154,10 +151,10 @@ class Examination:
         says += f"torch sees {max(report['gpus'] for report in reports)} GPUs in each"
         return Finding("workers", OK, f"{says}; {ended - began:.1f} s", facts={"reports": reports})
 
-    def _check_store(self, context: Any) -> Finding:
+    def _check_store(self, cluster: Cluster) -> Finding:
         store = Store.create(self.store, self.storage_options)
         try:
-            ensure_shared(store, context)
+            ensure_shared(store, cluster)
         except SparkElasticError as error:
             if self.store is not None:
                 raise
@@ -274,16 +271,14 @@ def _java_here() -> Finding:
     return Finding("java", OK, f"{path}; JAVA_HOME is {os.environ.get('JAVA_HOME') or 'not set'}")
 
 
-def _java_of(context: Any) -> Finding:
-    if is_connect(context):
+def _java_of(cluster: Cluster) -> Finding:
+    java = cluster.java()
+    if java is None:
         return Finding("java", OK, "the JVM is the Spark Connect server's; it is not seen from here")
-    jvm: Any = context._jvm
-    version, home = (str(jvm.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
+    version, home = java
     return Finding("java", OK, f"Java {version} at {home}", facts={"version": version, "home": home})
 
 
-def _spark_of(context: Any) -> Finding:
-    if is_connect(context):
-        return Finding("Spark", OK, f"Spark {context.version} through Spark Connect")
-    facts = {"version": context.version, "master": context.master, "application": context.applicationId}
-    return Finding("Spark", OK, f"Spark {context.version} on {context.master}, {context.applicationId}", facts=facts)
+def _spark_of(cluster: Cluster) -> Finding:
+    facts = {"version": cluster.version, "master": cluster.master, "application": cluster.application}
+    return Finding("Spark", OK, cluster.in_words(), facts=facts)

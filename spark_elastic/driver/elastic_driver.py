@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
-from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
 from spark_elastic.driver.results import WorkerResults
@@ -30,6 +29,7 @@ from spark_elastic.errors import (
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
+from spark_elastic.membership.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase

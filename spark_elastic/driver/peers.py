@@ -17,15 +17,14 @@ from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.admission import most_handshakes
 from spark_elastic.driver.expected_lines import ExpectedLines
-from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.driver.results import LoopResults
 from spark_elastic.errors import PortsTakenError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
+from spark_elastic.membership.launcher import Launcher
 from spark_elastic.membership.reasons import LossCause, LossKind, change_in_words, loss_in_words, reported
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.reporting.announcer import Announcer
@@ -33,6 +32,7 @@ from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
+from spark_elastic.wire.admission import most_handshakes
 from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)

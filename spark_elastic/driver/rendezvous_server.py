@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
 from spark_elastic.wire import messages as wire
+from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.errors import ResultError
+from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 from spark_elastic.membership.topology import SlotId, WorkerId
 from spark_elastic.wire.messages import LoopResult

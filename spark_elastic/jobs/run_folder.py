@@ -18,9 +18,7 @@ from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.data.shared_store import ensure_shared
-from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store
-from spark_elastic.driver.preflight import check_spark
 from spark_elastic.elastic.loop import WithCheckpoints
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
 from spark_elastic.errors import CheckpointError, StoreError
@@ -28,6 +26,7 @@ from spark_elastic.jobs.settings import RunCall
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
 from spark_elastic.runs.lease import RunLease, opened_run
+from spark_elastic.spark.cluster import Cluster
 
 _ESTIMATORS_FILE = "run.json"  # the folders of estimators have it, see `ml.run_folder`
 _FOLDER = re.compile(rf"{CHECKPOINTS}(?:-(\d+))?")
@@ -69,20 +68,15 @@ class RunFolder:
         return f"run_id={self.run_id!r}"
 
 
-def open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder:
+def open_run(call: RunCall, cluster: Cluster | None, undo: contextlib.ExitStack) -> RunFolder:
     """Hold the run folder of a call with `checkpoint_dir` until `undo` is closed.
 
     Raises RunTakenError if another driver holds the run, CheckpointError if all checkpoints of a loop are damaged or
     the folder is that of an estimator, and StoreError if it cannot be used or the executors do not share it.
     """
     runs = Store.create(call.checkpoint_dir)
-    if call.launcher is None:
-        context = check_spark(call.spark)
-        if is_connect(context) and call.ship_package:
-            from spark_elastic.driver.connect.package import ship_package
-
-            ship_package(context)
-        ensure_shared(runs, context)
+    if cluster is not None:
+        ensure_shared(runs, cluster)
     run_id = call.run_id or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
     run = runs.sub(run_id)
     try:

@@ -9,29 +9,34 @@ import functools
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from spark_elastic import clock
-from spark_elastic.data.spark_python import check_modules
-from spark_elastic.driver import preflight
-from spark_elastic.driver.elastic_driver import ElasticDriver
+from spark_elastic.driver.addresses import check_interfaces
+from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
 from spark_elastic.driver.hosts import HostManager
 from spark_elastic.driver.output import OutputFiles, OutputPrinter
 from spark_elastic.driver.peers import JobObserver
+from spark_elastic.driver.pickled_call import pickled
 from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token
-from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.backends import THIS_MACHINE, Backend, backend_of
+from spark_elastic.errors import InvalidSettingsError, UnknownInterfaceError
 from spark_elastic.jobs.job import ElasticJob
+from spark_elastic.jobs.places import Place, place_of
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.membership.topology import SlotReport
 from spark_elastic.reporting.job_status import Document, StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.own_modules import check_modules
+from spark_elastic.task import spark_agent
 from spark_elastic.task.reaper import default_child_signal
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
+from spark_elastic.wire.interfaces import THIS_MACHINE
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
 
@@ -52,35 +57,35 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     Raises:
         UsageError: The call has to be changed; nothing was started.
     """
-    function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
-    backend = backend_of(call)
-    if call.launcher is None:
-        check_modules(preflight.check_spark(call.spark), function, call.env)
-    settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
-    sources = backend.sources()
+    function = pickled(call.fn, tuple(call.args), call.kwargs)
+    place = place_of(call)
+    if isinstance(place, Cluster):
+        check_modules(place, function, call.env)
+    settings, fewer = _within(place.most_slots(), call.resolve(place.slots))
+    sources: list[EventSource] = [*place.sources()]
     if call.discovery is not None:
-        sources.append(HostManager(call.discovery, backend.host_of))
-    bind, addresses = backend.listen_at()
+        sources.append(HostManager(call.discovery, place.host_of))
+    bind, addresses = place.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
-        folder = _open_run(call, undo)
+        folder = _open_run(call, place, undo)
         if folder is not None:
-            function = preflight.pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
-        listening = _listen(bind, backend.ports("driver_port", call.driver_port), call.launcher is not None)
+            function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
+        listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
-        spec = _launch_spec(call, backend, function, tuple((address, port) for address in addresses))
+        spec = _launch_spec(call, place, function, tuple((address, port) for address in addresses))
         progress = ProgressModel() if call.verbose else None
         printer = _printer(call, progress, undo)
-        undo.enter_context(backend.console(call.verbose))
+        undo.enter_context(place.console(call.verbose))
         if fewer and call.verbose:
             printer.say(f"spark_elastic: {fewer}")
         if folder is not None and call.verbose:
             printer.say(f"spark_elastic: {folder.in_words()}")
-        status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, backend) else None
+        status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, place) else None
         driver = ElasticDriver(
             spec,
             settings,
-            lambda on_ended: backend.make_launcher(spec, settings, on_ended),
+            lambda on_ended: place.make_launcher(spec, settings, on_ended, spark_agent.run_in_task),
             listening,
             sources=sources,
             printer=printer,
@@ -95,19 +100,36 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         undo.callback(driver.close)
         page = None
         if status is not None:
-            page = _serve_status(call, backend, functools.partial(driver.document, status))
+            page = _serve_status(call, place, functools.partial(driver.document, status))
             undo.callback(page.close)
             if call.verbose:
                 printer.say(f"spark_elastic: status page: {_shown_address(page)}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
-            progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
+            progress.describe_cluster = lambda: place.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
     lease = None if folder is None else folder.lease
-    return ElasticJob(
-        spec.job, driver, lambda: backend.gather(spec, settings, driver, listening), clean_up.close, url, lease
-    )
+
+    def place_workers() -> None:
+        reports = place.place_workers(
+            spark_agent.look_at_slot, spec, settings, listening, driver.stop_requested, driver.note_waiting
+        )
+        _check_interfaces(reports, spec, settings)
+
+    return ElasticJob(spec.job, driver, place_workers, clean_up.close, url, lease)
+
+
+def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:
+    """Raise UnknownInterfaceError if too few slots are on hosts with the interfaces in `nics`."""
+    unusable: list[UnknownInterfaceError] = []
+    for report in reports:
+        try:
+            check_interfaces(report.host, report.addresses, spec.nics)
+        except UnknownInterfaceError as error:
+            unusable.append(error)
+    if unusable and len(reports) - len(unusable) < settings.min_num_proc:
+        raise unusable[0]
 
 
 def prepare_workers(call: RunCall) -> None:
@@ -118,27 +140,27 @@ def prepare_workers(call: RunCall) -> None:
     keep_s = _keep_workers_s(call)
     if keep_s <= 0:
         return
-    modules = modules_of(preflight.pickled(call.fn, (), None))
+    modules = modules_of(pickled(call.fn, (), None))
     env = dict(call.env or {})
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
-    backend_of(call).prepare_workers(spec, call.max_num_proc or call.num_proc)
+    place_of(call).prepare_workers(spark_agent.prepare_workers, spec, call.max_num_proc or call.num_proc)
 
 
-def _open_run(call: RunCall, undo: contextlib.ExitStack) -> RunFolder | None:
+def _open_run(call: RunCall, place: Place, undo: contextlib.ExitStack) -> RunFolder | None:
     if call.checkpoint_dir is None:
         return None
     from spark_elastic.jobs.run_folder import open_run  # it imports torch
 
-    return open_run(call, undo)
+    return open_run(call, place if isinstance(place, Cluster) else None, undo)
 
 
 def _launch_spec(
-    call: RunCall, backend: Backend, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
+    call: RunCall, place: Place, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
 ) -> LaunchSpec:
     tracking = tracking_environment()
-    if not backend.is_local:
+    if not place.is_local:
         warn_of_local_store({**tracking, **(call.env or {})})
-    agent_ports = backend.ports("agent_ports", call.agent_ports)
+    agent_ports = place.ports("agent_ports", call.agent_ports)
     if call.encrypt:
         require_encryption()
     return LaunchSpec(
@@ -203,15 +225,15 @@ def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[El
 # --- the status page ------------------------------------------------------------------------------
 
 
-def _has_status_page(call: RunCall, backend: Backend) -> bool:
+def _has_status_page(call: RunCall, place: Place) -> bool:
     if call.status_port == "auto":
-        return backend.is_local and call.verbose > 0
+        return place.is_local and call.verbose > 0
     return call.status_port is not None
 
 
-def _serve_status(call: RunCall, backend: Backend, document: Callable[[], Document]) -> StatusServer:
+def _serve_status(call: RunCall, place: Place, document: Callable[[], Document]) -> StatusServer:
     token = make_token()
-    bind, addresses = (THIS_MACHINE, (THIS_MACHINE,)) if backend.is_local else backend.listen_at()
+    bind, addresses = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else place.listen_at()
     port = call.status_port if isinstance(call.status_port, int) else 0
     page = StatusServer(listen_for_pages(bind, port), addresses[0], token, document)
     page.start()

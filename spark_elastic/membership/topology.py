@@ -132,6 +132,16 @@ class SlotReport:
     python: str  # the version of Python
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The addresses of the driver that one task has tried."""
+
+    host: str
+    reached: tuple[str, ...]
+    failed: dict[str, str]
+    """By address, why the task could not connect to it."""
+
+
 AgentId = int
 """One run of our code in one Spark task; never used twice in a job."""
 WorkerId = int

@@ -20,9 +20,7 @@ from spark_elastic import clock
 from spark_elastic.data.catalog import delete_unless_used
 from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.spark_python import check_modules, own_modules
 from spark_elastic.data.store import Store
-from spark_elastic.driver import preflight
 from spark_elastic.errors import DataError, InvalidSettingsError, SparkElasticError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
@@ -51,6 +49,8 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.lease import lease_of
+from spark_elastic.spark.own_modules import check_modules, own_modules
+from spark_elastic.spark.session import checked_cluster
 from spark_elastic.trackers import autologging
 from spark_elastic.wire.pickling import dumps
 
@@ -244,7 +244,7 @@ class ElasticEstimator(
         rows = where if isinstance(where, Dataset) else Dataset.open(where, estimator._given("storage_options"))
         check_tensors(rows)
         check_stored_settings(rows, estimator)
-        context = preflight.check_spark(None) if estimator._launcher() is None else None
+        context = checked_cluster() if estimator._launcher() is None else None
         if context is not None:
             estimator._check_shared(context)
         with leased_if_possible(rows.store):
@@ -269,7 +269,7 @@ class ElasticEstimator(
     # --- step 1: check ----------------------------------------------------------------------------
 
     def _check(self, dataset: Any) -> tuple[Any, Tensors]:
-        """Return what `check_spark` returns and the tensors to write, if all that `fit` needs is fit for use."""
+        """Return the cluster and the tensors to write, if all that `fit` needs is fit for use."""
         if not hasattr(dataset, "sparkSession"):
             raise InvalidSettingsError(
                 f"fit needs a Spark DataFrame, not {type(dataset).__module__}.{type(dataset).__name__}; "
@@ -278,7 +278,7 @@ class ElasticEstimator(
         self._check_complete(from_columns=True)
         if dataset.isStreaming:
             raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
-        context = preflight.check_spark(dataset.sparkSession)
+        context = checked_cluster(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
         self._check_shared(context)
         self._check_own_modules(context)

@@ -15,14 +15,14 @@ from pyspark.ml import Model
 from spark_elastic.data import travel
 from spark_elastic.data.columns import check_travels, find_column, is_case_sensitive
 from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
-from spark_elastic.data.spark_connect import context_of, functions_for, has_arrow_udfs, is_connect, send
-from spark_elastic.data.spark_python import check_executors
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
+from spark_elastic.spark.cluster import Cluster, Sent
+from spark_elastic.spark.session import cluster_of
 from spark_elastic.wire.pickling import dumps
 
 
@@ -99,7 +99,7 @@ def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
     return taken
 
 
-def _with_udf(dataset: Any, serving: Serving) -> Any:
+def _with_udf(dataset: Any, serving: Serving, functions: Any) -> Any:
     """Return a DataFrame with the columns that an Arrow UDF adds to those of `dataset`, which Spark keeps to itself.
 
     The UDF returns a list for each row, which `inline` unpacks: Spark moves filters on what is added no further down
@@ -107,8 +107,6 @@ def _with_udf(dataset: Any, serving: Serving) -> Any:
     """
     import pyarrow as pa
     from pyspark.sql.types import ArrayType, StructField, StructType
-
-    functions = functions_for(dataset)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         return serving.as_lists(batches)
@@ -249,9 +247,9 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         inputs = self._inputs(dataset.schema)
         features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
         fitted = self._facts_of_fit()
-        context = context_of(dataset.sparkSession)
-        check_executors(context)
-        key, broadcast = self._shipped(context)
+        cluster = cluster_of(dataset.sparkSession)
+        cluster.check_executors()
+        key, broadcast = self._shipped(cluster)
         serving = Serving(
             key=key,
             model=broadcast,
@@ -264,9 +262,9 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             handle_invalid=self._handle_invalid(),
             taken=fitted.taken,
         )
-        if has_arrow_udfs(dataset):
+        if cluster.has_arrow_udfs():
             check_travels(features)
-            return _with_udf(dataset, serving)
+            return _with_udf(dataset, serving, cluster.functions)
         check_travels({field.name: field.dataType for field in dataset.schema.fields})
 
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
@@ -374,20 +372,14 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
         )
 
-    def _shipped(self, context: Any) -> tuple[str, Any]:
-        """Return cache key and broadcast of the model, sent once per application, device and number of threads.
-
-        Args:
-            context: A SparkContext, or a session of Spark Connect.
-        """
-        remote = is_connect(context)
-        application = context.session_id if remote else context.applicationId
-        about = (application, self._given("transform_device"), self._given("transform_threads"))
+    def _shipped(self, cluster: Cluster) -> tuple[str, Sent]:
+        """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
+        about = (cluster.id, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = dumps(self._saved_predictor())
             try:
-                shipped = send(context, payload) if remote else context.broadcast(payload)
+                shipped = cluster.send(payload)
             except Exception as error:  # of py4j, with the JVM's error in its words
                 if "OutOfMemoryError" not in str(error):
                     raise

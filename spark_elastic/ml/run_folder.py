@@ -18,7 +18,6 @@ from spark_elastic import clock
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
-from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.datasets import SharedDatasets
@@ -26,6 +25,7 @@ from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, Stor
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
+from spark_elastic.spark.cluster import Cluster
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
@@ -151,18 +151,16 @@ class RunFolders(ClusterParams, CheckpointParams, StorageParams):
             return self._base_store().sub("runs")
         return Store.create(checkpoint_dir, self._given("storage_options"))
 
-    def _check_shared(self, context: Any) -> None:
+    def _check_shared(self, cluster: Cluster) -> None:
         """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
 
-        On Spark Connect, sends this package to the executors first if `run_options` ask for it: the tasks that look
-        at the folders need it, and so do those that write rows later.
+        Sends this package to the executors first if `run_options` ask for it: the tasks that look at the folders need
+        it, and so do those that write rows later.
         """
-        if is_connect(context) and (self._given("run_options") or {}).get("ship_package"):
-            from spark_elastic.driver.connect.package import ship_package
-
-            ship_package(context)
+        if (self._given("run_options") or {}).get("ship_package"):
+            cluster.ship_package()
         if self._launcher() is None:
-            ensure_shared(self._runs(), context)
+            ensure_shared(self._runs(), cluster)
 
     @contextlib.contextmanager
     def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:

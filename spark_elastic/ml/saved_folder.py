@@ -15,9 +15,9 @@ from typing import Any
 
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 
-from spark_elastic.data.spark_connect import is_connect
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
+from spark_elastic.spark.connect_session import is_connect
 
 _METADATA = "metadata"
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")

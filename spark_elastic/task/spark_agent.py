@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pickle
 import signal
@@ -14,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from spark_elastic.membership.topology import LaunchId, SlotId, SlotReport
+from spark_elastic.membership.topology import LaunchId, Reach, SlotId, SlotReport
 from spark_elastic.task.executor_process import (
     LOCAL_EXECUTOR,
     accelerators_in_task,
@@ -46,18 +45,22 @@ def slot_report() -> SlotReport:
     )
 
 
-def slot_and_reach(addresses: Sequence[tuple[str, int]], key: bytes) -> str:
-    """Report this slot, and at which addresses of the driver it has reached the driver itself. Returns JSON.
+def look_at_slot(
+    prepare: bytes | None = None, addresses: Sequence[tuple[str, int]] = (), key: bytes = b""
+) -> tuple[SlotReport, Reach]:
+    """Describe this slot, and at which addresses of the driver it has reached the driver itself.
 
-    Tries all addresses at the same time, for `REACH_TIMEOUT_S`.
+    Tries all addresses at the same time, for `REACH_TIMEOUT_S`. With `prepare`, calls `prepare_workers` first.
     """
-    from spark_elastic.wire.channel import connect
-
+    if prepare is not None:
+        prepare_workers(prepare)
     report = slot_report()
     reached: list[str] = []
     failed: dict[str, str] = {}
 
     def attempt(host: str, port: int) -> None:
+        from spark_elastic.wire.channel import connect
+
         try:
             connect([(host, port)], key, timeout_s=REACH_TIMEOUT_S).close()
             reached.append(host)
@@ -71,8 +74,7 @@ def slot_and_reach(addresses: Sequence[tuple[str, int]], key: bytes) -> str:
         thread.start()
     for thread in threads:
         thread.join(2 * REACH_TIMEOUT_S)
-    reach = {"host": report.host, "reached": reached, "failed": failed}
-    return json.dumps({"slot": dataclasses.asdict(report), "reach": reach})
+    return report, Reach(report.host, tuple(reached), failed)
 
 
 def _host_in_task() -> str:
@@ -91,12 +93,6 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
         return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), server_guardians())
-
-
-def prepare_and_report(payload: bytes) -> SlotReport:
-    """Do what `prepare_workers` does, and describe the slot."""
-    prepare_workers(payload)
-    return slot_report()
 
 
 def prepare_workers(payload: bytes) -> None:

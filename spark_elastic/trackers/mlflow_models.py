@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.spark_connect import is_connect
+from spark_elastic.spark.session import cluster_of
 from spark_elastic.trackers import autologging
 
 log = logging.getLogger("spark_elastic.mlflow")
@@ -41,7 +41,7 @@ def log_spark(model: Any, registered_model_name: str | None = None) -> None:
     from pyspark.sql import SparkSession
 
     session = SparkSession.getActiveSession()
-    if session is None or is_connect(session):  # MLflow saves such models through the session's JVM
+    if session is None or cluster_of(session).remote:  # MLflow saves such models through the session's JVM
         log.info("the Spark model is not logged to MLflow: there is no active SparkSession, or it is of Spark Connect")
         return
     if autologging.logs_model(model):

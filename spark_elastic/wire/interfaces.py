@@ -7,6 +7,8 @@ import socket
 import struct
 import sys
 
+THIS_MACHINE = "127.0.0.1"
+"""The host that agents report if all of them run on the driver's machine."""
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1
@@ -131,6 +133,11 @@ def is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def on_this_machine(address: str) -> str:
+    """Return `THIS_MACHINE` for any address of this machine, and others as they are."""
+    return THIS_MACHINE if address in own_addresses() or (is_address(address) and is_loopback(address)) else address
 
 
 def is_loopback(address: str) -> bool:

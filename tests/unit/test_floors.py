@@ -20,6 +20,7 @@ FLOORS: tuple[str, ...] = (
     "membership",
     "wire",
     "reporting",
+    "spark",
     "data",
     "runs",
     "collective",
@@ -42,7 +43,7 @@ FLOORS: tuple[str, ...] = (
 )
 """Every folder and single module of the package, lowest first: each may import only those before it."""
 
-SIBLINGS = ({"driver", "task"}, {"torch", "tensorflow"}, {"data", "collective"})
+SIBLINGS = ({"driver", "task"}, {"torch", "tensorflow"}, {"data", "collective"}, {"spark", "collective"})
 """Parts that must not know each other in either direction."""
 PURE = {"membership", "data.order"}
 PURE_MAY_IMPORT = {"errors", "settings", *PURE}

@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.backends import LocalBackend
+from spark_elastic.jobs.places import ThisMachine
 from spark_elastic.membership.events import HostsObserved
 from spark_elastic.wire.interfaces import own_addresses
 
@@ -37,7 +37,7 @@ def test_invalid_answer_of_a_discovery_is_refused(found):
 
 
 def test_any_name_of_this_machine_is_the_host_of_local_agents():
-    backend = LocalBackend(LocalLauncher(hosts=("localhost", "127.0.0.2")))
+    backend = ThisMachine(LocalLauncher(hosts=("localhost", "127.0.0.2")))
     for name in ("localhost", socket.gethostname(), "127.0.0.1", "127.0.0.3", *own_addresses()):
         assert backend.host_of(name) == "127.0.0.1"
     assert backend.host_of("127.0.0.2") == "127.0.0.2"
@@ -45,7 +45,7 @@ def test_any_name_of_this_machine_is_the_host_of_local_agents():
 
 
 def test_the_first_answer_reaches_the_machine_by_address():
-    events = HostManager(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
+    events = HostManager(FixedHosts("localhost:2"), ThisMachine(LocalLauncher()).host_of)
     posted = []
     events.start(posted.append)
     events.close()

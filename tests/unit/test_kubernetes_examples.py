@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.driver.preflight import SESSION_PORTS
+from spark_elastic.spark.cluster import SESSION_PORTS
 from spark_elastic.wire.ports import Ports
 
 yaml = pytest.importorskip("yaml")

@@ -7,8 +7,8 @@ import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.spark_connect import SentFile
 from spark_elastic.errors import CheckpointError, DataError
+from spark_elastic.spark.connect_session import SentFile
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
 from tests.leftovers import Before

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("grpc")
 
 import spark_elastic
-from spark_elastic.driver import preflight
 from spark_elastic.errors import DriverUnreachableError, JobCancelledError
 from spark_elastic.membership.timeline import WorldStarted
+from spark_elastic.spark.session import checked_cluster
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.conftest import finished, nothing_imported_ahead
@@ -142,10 +142,4 @@ def test_interrupted_program_leaves_no_query_behind(server, session):
 
 def test_active_connect_session_is_used_without_spark(session, monkeypatch):
     monkeypatch.setattr(type(session), "_default_session", session)
-    assert preflight.check_spark() is session
-
-
-def test_settings_of_spark_connect_are_refused_by_other_sessions(monkeypatch):
-    monkeypatch.setattr(preflight, "check_spark", lambda spark: object())
-    with pytest.raises(spark_elastic.errors.InvalidSettingsError, match=r"driver_host is for Spark Connect"):
-        spark_elastic.run(lambda: None, num_proc=1, driver_host="10.0.0.1")
+    assert checked_cluster().session is session

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from spark_elastic import LocalLauncher
-from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.errors import LaunchError, NotEnoughSlotsError, UnknownInterfaceError
+from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import reported
 from tests.integration.local import loops
 from tests.integration.processes import wait_until

@@ -24,8 +24,9 @@ from pyspark.sql import functions as F
 
 from spark_elastic import LocalLauncher
 from spark_elastic.data.catalog import DATASETS
-from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError, StoreError, UsageError
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.session import cluster_of
 from tests.integration.data.conftest import Rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -399,11 +400,11 @@ def test_transform_names_a_column_of_the_wrong_type(model: Any, spark: Any, monk
             assert early.value.column == column, name
 
     refused(TYPES)
-    if has_arrow_udfs(rows(spark)):
+    if cluster_of(spark).has_arrow_udfs():
         for column, sql, _ in UNREAD.values():
             made = model.transform(rows(spark).withColumn(column, F.expr(sql)))
             assert made.where("z is not null").select("output").count() == rows(spark).count()
-    monkeypatch.setattr("spark_elastic.ml.model.has_arrow_udfs", lambda df: False)
+    monkeypatch.setattr(Cluster, "has_arrow_udfs", lambda cluster: False)
     refused({**TYPES, **UNREAD})
 
 

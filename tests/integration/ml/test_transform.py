@@ -18,13 +18,14 @@ from torch import nn
 
 from spark_elastic import ElasticTorchModel
 from spark_elastic.data.manifest import TensorField
-from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.persistence import trusted_files
 from spark_elastic.reporting.history import History
 from spark_elastic.runs.trust import TRUST_VARIABLE
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.session import cluster_of
 from tests.integration.ml.modules import Logging, TwoInputs
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
@@ -52,8 +53,8 @@ def rows(spark: Any) -> Any:
 def sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return which columns go to Python: those of the model, since Spark 4.1, or all, in earlier versions."""
     if request.param == "all columns":
-        monkeypatch.setattr("spark_elastic.ml.model.has_arrow_udfs", lambda df: False)
-    elif not has_arrow_udfs(request.getfixturevalue("rows")):
+        monkeypatch.setattr(Cluster, "has_arrow_udfs", lambda cluster: False)
+    elif not cluster_of(request.getfixturevalue("rows").sparkSession).has_arrow_udfs():
         pytest.skip("this version of Spark has no Arrow UDFs")
     return str(request.param)
 

@@ -7,10 +7,15 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from spark_elastic.driver.launcher import LaunchEnd
+from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.states import AgentOutcome
+from spark_elastic.spark import discovery
+from spark_elastic.spark.discovery import Look, Probe
+from spark_elastic.spark.session import cluster_of
+from spark_elastic.task.spark_agent import look_at_slot
 from tests.integration.processes import wait_until
 
 WAIT_S = 60.0
@@ -60,6 +65,11 @@ def started(folder: Path, count: int, timeout_s: float = WAIT_S) -> dict[int, in
     """Slot → pid, once `count` agents stay."""
     wait_until(lambda: len(list(folder.glob("slot-*"))) >= count, timeout_s, f"{count} agents are up")
     return {int(path.name.split("-")[1]): int(path.read_text()) for path in folder.glob("slot-*")}
+
+
+def probe(sc: Any, num_proc: int, timeout_s: float, look: Look = look_at_slot) -> Probe:
+    """Place tasks together, as a job does before it starts."""
+    return discovery.probe(cluster_of(sc), look, num_proc, timeout_s, threading.Event(), lambda wait, until: None)
 
 
 def shared_agent(slot: int, launch: int, payload: bytes, shared: bytes) -> AgentOutcome:

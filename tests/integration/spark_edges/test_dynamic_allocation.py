@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.launcher import SparkLauncher
 from spark_elastic.errors import NotEnoughSlotsError
-from spark_elastic.task.spark_agent import slot_report
+from spark_elastic.spark.discovery import wait_for_slots
+from spark_elastic.spark.launcher import SparkLauncher
+from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import Standalone
-from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, probe, started
 
 pytestmark = pytest.mark.cluster
 
@@ -30,20 +32,20 @@ def cluster():
 
 
 def test_what_may_come_is_counted_apart_from_what_is_there(cluster):
-    count = SparkHostDiscovery(cluster.sc, slot_report).slots()
+    count = cluster_of(cluster.sc).count_slots()
     assert count.most == 2
     assert count.now <= 2
 
 
 def test_barrier_mode_is_refused_and_the_probe_says_so(cluster):
-    probe = SparkHostDiscovery(cluster.sc, slot_report).probe(2, 10.0)
-    assert probe.refused
-    assert "dynamic allocation" in probe.why
+    found = probe(cluster.sc, 2, 10.0)
+    assert found.seen == ()
+    assert "dynamic allocation" in found.why
 
 
 def test_more_slots_than_dynamic_allocation_may_bring_are_refused_at_once(cluster):
     with pytest.raises(NotEnoughSlotsError, match="maxExecutors allows no more"):
-        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(3, 600.0)
+        wait_for_slots(cluster_of(cluster.sc), 3, 600.0, threading.Event(), lambda wait, until: None)
 
 
 def test_pending_slots_are_the_demand_that_brings_executors(cluster, tmp_path):

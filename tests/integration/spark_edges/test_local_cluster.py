@@ -6,12 +6,10 @@ import os
 
 import pytest
 
-from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.launcher import SparkLauncher
-from spark_elastic.task.spark_agent import slot_report
+from spark_elastic.spark.launcher import SparkLauncher
+from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local_cluster
-from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
 
 pytestmark = pytest.mark.cluster
 
@@ -32,19 +30,16 @@ def cluster(tmp_path_factory):
 
 
 def test_gpus_limit_the_slots_where_they_are_scarcer_than_cores(cluster):
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
-    count = discovery.slots()
-    assert (count.now, count.most, count.executors) == (2, 2, 2)
-    wait_until(lambda: list(discovery.find_available_hosts_and_slots().values()) == [2], WAIT_S, "both are listed")
+    count = cluster_of(cluster.sc).count_slots()
+    assert (count.now, count.most) == (2, 2)
+    assert count.where.startswith("2 executors with 2 slots")
 
 
 def test_probe_places_one_task_on_each_executor_and_reports_its_gpu(cluster):
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
-    probe, hosts = discovery.probe(2, 60.0), discovery.find_available_hosts_and_slots()
-    assert {report.executor for report in probe.reports} == set(cluster.executors())
-    assert all(report.accelerators in {("0",), ("1",)} for report in probe.reports)
-    assert [report.host for report in probe.reports] == [host for host in hosts for _ in range(2)]
-    assert all(report.host in {a for of in report.addresses.values() for a in of} for report in probe.reports)
+    reports = [report for report, _ in probe(cluster.sc, 2, 60.0).seen]
+    assert {report.executor for report in reports} == set(cluster.executors())
+    assert all(report.accelerators in {("0",), ("1",)} for report in reports)
+    assert all(report.host in {a for of in report.addresses.values() for a in of} for report in reports)
 
 
 def test_killed_executor_ends_its_slot_alone_and_the_slot_can_run_again(cluster, tmp_path):

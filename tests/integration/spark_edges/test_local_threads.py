@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
-from spark_elastic.task.spark_agent import slot_report
+from spark_elastic.spark.classic import ClassicCluster
+from spark_elastic.spark.discovery import wait_for_slots
+from spark_elastic.spark.launcher import SparkLauncher, kills_reused_workers
+from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, shared_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, shared_agent, started
 from tests.leftovers import Before, nothing_left
 
 pytestmark = pytest.mark.cluster
@@ -152,17 +154,14 @@ def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
 
 
 def test_slots_are_the_threads_of_the_driver(cluster):
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
-    assert discovery.slots().now == discovery.slots().most == 4
-    assert discovery.find_available_hosts_and_slots() == {"127.0.0.1": 4}
+    count = cluster_of(cluster.sc).count_slots()
+    assert count.now == count.most == 4
 
 
 def test_probe_reports_the_driver_as_executor(cluster):
-    probe = SparkHostDiscovery(cluster.sc, slot_report).probe(4, 30.0)
-    assert [(r.executor, r.host, r.cores, r.accelerators) for r in probe.reports] == [
-        ("driver", "127.0.0.1", 1, ())
-    ] * 4
-    assert probe.reports[0].addresses["lo"][0] == "127.0.0.1"
+    reports = [report for report, _ in probe(cluster.sc, 4, 30.0).seen]
+    assert [(r.executor, r.host, r.cores, r.accelerators) for r in reports] == [("driver", "127.0.0.1", 1, ())] * 4
+    assert reports[0].addresses["lo"][0] == "127.0.0.1"
 
 
 def fails():
@@ -170,30 +169,29 @@ def fails():
 
 
 def test_free_slots_of_the_same_executors_are_not_probed_again(cluster):
-    found = SparkHostDiscovery(cluster.sc, slot_report).probe(4, 30.0)
-    wait_until(lambda: SparkHostDiscovery(cluster.sc, fails).slots_free() == 4, WAIT_S, "all slots are free")
-    assert SparkHostDiscovery(cluster.sc, fails).probe(4, 30.0) == found
-    assert SparkHostDiscovery(cluster.sc, fails).probe(2, 30.0).reports == found.reports[:2]
+    found = probe(cluster.sc, 4, 30.0)
+    wait_until(lambda: cluster_of(cluster.sc).slots_free() == 4, WAIT_S, "all slots are free")
+    assert probe(cluster.sc, 4, 30.0, fails) == found
+    assert probe(cluster.sc, 2, 30.0, fails).seen == found.seen[:2]
 
 
-class MayGrow(SparkHostDiscovery):
-    """Of a cluster that other executors may join."""
+class MayGrow(ClassicCluster):
+    """A cluster that other executors may join."""
 
-    def most_slots(self):
+    def fixed_slots(self):
         return None
 
 
 def test_more_slots_than_there_can_ever_be_are_refused_at_once(cluster):
     with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[4\] has 4 slots") as caught:
-        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(5, 600.0)
+        wait_for_slots(cluster_of(cluster.sc), 5, 600.0, threading.Event(), lambda wait, until: None)
     assert (caught.value.have, caught.value.need) == (4, 5)
 
 
 def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     said: list[Wait] = []
-    discovery = MayGrow(cluster.sc, slot_report)
     with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
-        discovery.wait_for_slots(5, 0.3, on_wait=lambda wait, until: said.append(wait))
+        wait_for_slots(MayGrow(cluster.sc), 5, 0.3, threading.Event(), lambda wait, until: said.append(wait))
     assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
     assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 
@@ -203,15 +201,15 @@ def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, lau
     launcher.launch(0)
     started(tmp_path, 1)
     with pytest.raises(NotEnoughSlotsError, match="but never 4 free at the same time"):
-        SparkHostDiscovery(cluster.sc, slot_report).probe(4, 2.0)
+        probe(cluster.sc, 4, 2.0)
     wait_until(lambda: len(cluster.sc.statusTracker().getActiveJobsIds()) == 1, WAIT_S, "the probe's job is gone")
 
 
-# --- preflight ----------------------------------------------------------------------------------
+# --- what is pickled ----------------------------------------------------------------------------------
 
 
-def test_preflight_names_a_captured_spark_session(cluster):
-    from spark_elastic.driver.preflight import pickled
+def test_pickled_call_names_a_captured_spark_session(cluster):
+    from spark_elastic.driver.pickled_call import pickled
 
     session = cluster.spark
     with pytest.raises(NotPicklableError, match="session"):

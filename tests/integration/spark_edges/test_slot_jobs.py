@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from spark_elastic.driver.spark.launcher import SparkLauncher
+from spark_elastic.spark.launcher import SparkLauncher
 from tests.integration.clusters import local
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spark_elastic.driver.spark.cluster import loss_of_executor
-from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.executors import ExecutorAdded, ExecutorListener, ExecutorWatch
-from spark_elastic.driver.spark.launcher import SparkLauncher
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
-from spark_elastic.task.spark_agent import slot_report
+from spark_elastic.spark.executors import ExecutorAdded, ExecutorListener, ExecutorWatch
+from spark_elastic.spark.failures import loss_of_executor
+from spark_elastic.spark.launcher import SparkLauncher
 from tests.integration.clusters import standalone
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
 from tests.leftovers import Before, nothing_left
 
 pytestmark = pytest.mark.cluster
@@ -30,11 +28,9 @@ def cluster():
 
 
 def test_probe_reports_the_addresses_that_the_workers_were_given(cluster):
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
-    probe = discovery.probe(2, 60.0)
-    assert {report.host for report in probe.reports} == set(cluster.worker_hosts())
-    assert {report.executor for report in probe.reports} == set(cluster.executors())
-    assert discovery.find_available_hosts_and_slots() == dict.fromkeys(sorted(cluster.worker_hosts()), 1)
+    reports = [report for report, _ in probe(cluster.sc, 2, 60.0).seen]
+    assert {report.host for report in reports} == set(cluster.worker_hosts())
+    assert {report.executor for report in reports} == set(cluster.executors())
 
 
 def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
@@ -92,13 +88,11 @@ def test_decommissioned_executor_is_announced_while_its_agent_still_runs(cluster
         for slot in range(2):
             launcher.launch(slot)
         started(tmp_path, 2)
-        discovery = SparkHostDiscovery(cluster.sc, slot_report)
         host = cluster.worker_hosts()[-1]
         cluster.decommission(host)
         event = events.get(timeout=WAIT_S)
         assert isinstance(event, ExecutorDecommissioned)
         assert ends.seen == []
-        assert host not in discovery.find_available_hosts_and_slots()
         launcher.close(WAIT_S)
         assert events.get(timeout=WAIT_S).executor == event.executor  # gone after its task; said once each
     finally:

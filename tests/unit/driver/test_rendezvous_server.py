@@ -7,11 +7,11 @@ import time
 import pytest
 
 from spark_elastic.driver import rendezvous_server
-from spark_elastic.driver.admission import RefusalLog, most_handshakes
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.membership.ranking import ranked
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire import messages as wire
+from spark_elastic.wire.admission import RefusalLog, most_handshakes
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import new_key

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.driver.results import LoopResults, WorkerResults
 from spark_elastic.errors import ResultError
+from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.wire.messages import LoopResult

@@ -1,0 +1,58 @@
+"""BusListener: collects events of Spark's listener bus inside the JVM, for a Python thread to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.spark.jvm import jvm_context
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+log = logging.getLogger(__name__)
+
+_INTERFACE = "org.apache.spark.scheduler.SparkListenerInterface"
+_BUS_QUEUE = "spark_elastic"
+"""A bus queue for these listeners alone, so that they and others do not wait for each other."""
+
+EVENT = ""
+"""The "property" that is the event itself."""
+
+
+class BusListener:
+    """A listener that adds each event, or one property of it, to a collection in the JVM.
+
+    No Python code runs in Spark's listener. A Python callback would need Py4J's callback server, would leave a thread
+    and a socket behind in both processes each time it is removed, and every event of every job would cross into
+    Python. Instead the JDK's own `java.beans.EventHandler` implements the listener inside the JVM
+    (docs/decisions/02-host-discovery.md).
+
+    Registered from its construction until `close`.
+
+    Args:
+        collect: The method of `SparkListenerInterface` → the collection, and the name of the event's property that is
+            added to it. Several threads may use the collection at a time.
+
+    Raises:
+        py4j.protocol.Py4JError: The JVM has no java.beans (a JRE cut down by jlink).
+    """
+
+    def __init__(self, sc: SparkContext, collect: Mapping[str, tuple[Any, str]]) -> None:
+        jvm: Any = sc._jvm
+        self._bus = jvm_context(sc).listenerBus()
+        interface = jvm.java.lang.Thread.currentThread().getContextClassLoader().loadClass(_INTERFACE)
+        create = jvm.java.beans.EventHandler.create
+        self._listeners = [create(interface, into, "add", name, method) for method, (into, name) in collect.items()]
+        for listener in self._listeners:
+            self._bus.addToQueue(listener, _BUS_QUEUE)
+
+    def close(self) -> None:
+        """Leave the bus, which ends its queue and thread in the JVM. May be called again."""
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            try:
+                self._bus.removeListener(listener)
+            except Exception as error:  # the context and its bus are stopped, which Spark reports in several ways
+                log.debug("a listener ended with its SparkContext: %s", error)

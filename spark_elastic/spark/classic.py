@@ -1,0 +1,246 @@
+"""ClassicCluster: the cluster behind a SparkContext, whose scheduler is in a JVM of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
+from spark_elastic.membership.launcher import Launcher, OnEnded
+from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.membership.topology import SlotReport
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark import jvm
+from spark_elastic.spark.agent_task import AgentEntry
+from spark_elastic.spark.arrow_batches import small_batches
+from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, checked, without_secrets
+from spark_elastic.spark.collect import collect
+from spark_elastic.spark.console import bar_hidden, quiet_log
+from spark_elastic.spark.discovery import OnWait, SlotCount, place_together
+from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
+from spark_elastic.spark.executors import ExecutorWatch
+from spark_elastic.spark.launcher import SparkLauncher
+from spark_elastic.spark.package import ship_package
+from spark_elastic.wire.interfaces import plain_address
+from spark_elastic.wire.messages import LaunchSpec
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+log = logging.getLogger(__name__)
+
+LARGE_FUNCTION_BYTES = 128 * 1024
+"""Functions from this size on are sent in one broadcast for all slots."""
+_IN_PLACES = ("Sort [", "InMemoryTableScan")
+"""Parts of plans after which partitions have an order and a place."""
+_PLACES_ASKED = 16
+
+
+class ClassicCluster(Cluster):
+    """The cluster of a SparkContext."""
+
+    remote = False
+    needed = NEEDED_FOR_ROWS
+    needed_by_workers = NEEDED
+    poll_s = 0.1
+    _functions = "pyspark.sql.functions"
+
+    def __init__(self, context: SparkContext) -> None:
+        self.context = context
+
+    # --- the session ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        from py4j.clientserver import ClientServer
+
+        if self.context._jsc is None:
+            raise NoSparkContextError("the SparkContext was stopped; create a new one")
+        # Without pinned threads a job group that is set in one thread may apply to another thread's job: stopping one
+        # slot would stop another one, or none.
+        if not isinstance(self.context._gateway, ClientServer):
+            raise InvalidSettingsError(
+                "PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again"
+            )
+        self.check_speculation()
+        if self.is_local:
+            self.check_executors()
+
+    def setting(self, name: str, default: str | None = None) -> str | None:
+        return jvm.setting_of(self.context, name, default)
+
+    @property
+    def application(self) -> str:
+        return str(self.context.applicationId)
+
+    id = application
+
+    @property
+    def master(self) -> str:
+        return str(self.context.master)
+
+    @property
+    def version(self) -> str:
+        return str(self.context.version)
+
+    @property
+    def is_local(self) -> bool:
+        return jvm.is_local_master(self.master)
+
+    @property
+    def python(self) -> str:
+        return str(self.context.pythonExec)
+
+    def java(self) -> tuple[str, str] | None:
+        system: Any = self.context._jvm
+        version, home = (str(system.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
+        return version, home
+
+    def in_words(self) -> str:
+        return f"Spark {self.version} on {self.master}, {self.application}"
+
+    def leave_thread(self) -> None:
+        jvm.close_connection(self.context)
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> Sent:
+        sent: Sent = self.context.broadcast(data)
+        return sent
+
+    def ship_package(self) -> None:
+        ship_package(self.context)  # which says how to do it with a classic session
+
+    def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
+        return collect(self.context, df, name, title, verbose)
+
+    def partitions(self, df: Any) -> tuple[int, int] | None:
+        # Spark joins partitions that are near one another, and so those whose place it knows in another order than
+        # their own: sorted rows and cached ones keep their partitions.
+        try:
+            query = df._jdf.queryExecution()
+            plan = query.executedPlan()
+            if plan.getClass().getSimpleName() == "AdaptiveSparkPlanExec":  # to ask for its RDD would run its shuffles
+                plan = plan.initialPlan()
+                partitions = int(plan.outputPartitioning().numPartitions())
+                placed = any(node in str(plan.toString()) for node in _IN_PLACES)
+            else:
+                rdd = query.toRdd()
+                partitions = int(rdd.getNumPartitions())
+                some = range(0, partitions, max(1, partitions // _PLACES_ASKED))
+                context = jvm.jvm_context(self.context)
+                placed = any(context.getPreferredLocs(rdd, each).nonEmpty() for each in some)
+            return None if placed else (partitions, int(self.context.defaultParallelism))
+        except Exception as error:  # of py4j: the plan is no public interface
+            log.debug("the partitions of the query could not be counted: %s", error)
+            return None
+
+    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
+        java = session._jsparkSession
+        return small_batches(session, str(java.sessionUUID()), lambda name: java.sessionState().conf().contains(name))
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def start_tasks(
+        self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False
+    ) -> jvm.BackgroundJob:
+        return jvm.BackgroundJob(
+            self.context, int(self.context.defaultParallelism) if width is None else width, task, name, barrier
+        )
+
+    def check_executors(self) -> None:
+        about = (self.id, self.python)
+        if not self.is_local:
+            super().check_executors()
+        elif about not in checked:
+            choose_python(self.context)
+            checked.add(about)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def count_slots(self) -> SlotCount:
+        return jvm.count_slots(self.context)
+
+    def fixed_slots(self) -> int | None:
+        return jvm.fixed_slots(self.context)
+
+    def slots_free(self) -> int | None:
+        return max(0, jvm.slots_now(jvm.jvm_context(self.context)) - jvm.running_tasks(self.context))
+
+    def executors(self) -> frozenset[str] | None:
+        return frozenset() if jvm.is_local(self.context) else frozenset(jvm.executor_ids(self.context))
+
+    def allocates_dynamically(self) -> bool:
+        return jvm.dynamic_allocation(self.context)
+
+    # --- a job ------------------------------------------------------------------------------------
+
+    def apply(self, driver_host: str | None, ship_package: bool) -> None:
+        if driver_host is not None or ship_package:
+            given = "driver_host" if driver_host is not None else "ship_package"
+            raise InvalidSettingsError(
+                f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
+            )
+
+    def listen_at(self) -> tuple[str, tuple[str, ...]]:
+        """Both are those of Spark's own driver endpoint, which executors reach in any case."""
+        host = self.setting("spark.driver.host") or "127.0.0.1"
+        return plain_address(self.setting("spark.driver.bindAddress") or host), (plain_address(host),)
+
+    def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]:
+        # PySpark writes a task of more than 1 MiB to a file, where the key must not be. So the function is sent apart.
+        function = spec.function if len(spec.function) > LARGE_FUNCTION_BYTES else None
+        payload = pickle.dumps(spec if function is None else dataclasses.replace(spec, function=b""))
+        return lambda ended: SparkLauncher(
+            self.context,
+            agent,
+            lambda slot: payload,
+            ended,
+            shared=function,
+            description=f"spark_elastic job {spec.job}",
+        )
+
+    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:
+        """In a Spark job of its own, which takes some 0.1 s of their slots."""
+        payload = without_secrets(spec)
+
+        def task(_rows: Any) -> list[Any]:
+            prepare(payload)
+            return []
+
+        slots = jvm.slots_now(jvm.jvm_context(self.context))
+        width = slots if most is None else min(most, slots)
+        if width > 0:
+            self.start_tasks(task, width, "spark_elastic: imports of workers")
+
+    def place_workers(
+        self,
+        look: SlotLook,
+        spec: LaunchSpec,
+        settings: ElasticSettings,
+        listening: socket.socket,
+        stop: threading.Event,
+        on_wait: OnWait,
+    ) -> tuple[SlotReport, ...]:
+        # what the executors import from now on need not be waited for later
+        prepared = without_secrets(spec) if spec.keep_workers_s > 0 else None
+        try:
+            probe = place_together(self, functools.partial(look, prepared), settings, stop, on_wait)
+        finally:
+            self.leave_thread()
+        if not probe.seen:
+            on_wait(Wait(WaitKind.REPORTED, detail=probe.why), None)
+        return tuple(report for report, _ in probe.seen)
+
+    def sources(self) -> list[ExecutorWatch]:
+        return [ExecutorWatch(self.context)]
+
+    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+        quiet_log(self.context, verbose)
+        return bar_hidden(self.context) if verbose else contextlib.nullcontext()

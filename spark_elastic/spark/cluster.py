@@ -1,0 +1,372 @@
+"""Cluster: Spark as this package uses it, through a classic session (`classic`) or one of Spark Connect (`connect`).
+
+`session` makes one for each call of `run`, `fit`, `transform` and `materialize`, which hand it down.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import importlib
+import pickle
+import re
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from spark_elastic.errors import ExecutorPythonError, InvalidSettingsError
+from spark_elastic.membership.launcher import Launcher, OnEnded
+from spark_elastic.membership.reasons import counted
+from spark_elastic.membership.topology import Reach, SlotReport
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark.agent_task import AgentEntry
+from spark_elastic.spark.discovery import OnWait, SlotCount
+from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
+from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
+from spark_elastic.wire.interfaces import address_of, on_this_machine
+from spark_elastic.wire.messages import LaunchSpec
+from spark_elastic.wire.ports import ANY, Ports, valid_ports
+
+if TYPE_CHECKING:
+    from spark_elastic.spark.executors import ExecutorWatch
+
+SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spark.elastic.agent.ports"}
+"""Settings of a Spark session that give the ports of its jobs."""
+checked: set[tuple[str, str]] = set()
+"""(`Cluster.id`, Python of its executors) of the checks that found nothing wrong."""
+CANCEL_S = 10.0  # how long Ctrl-C waits until Spark has ended a job
+
+SlotLook = Callable[..., tuple[SlotReport, Reach]]
+"""Describes the slot that a task occupies, and tries addresses of the driver: `(prepare, addresses, key)`, see
+`task.spark_agent.look_at_slot`. Pickled by reference."""
+
+
+class TaskRun(Protocol):
+    """Tasks that run now, for a thread that waits for them: `jvm.BackgroundJob`, `connect_session.Query`."""
+
+    over: threading.Event
+    rows: list[Any]
+    """What the tasks have returned; empty until all have ended."""
+    error: BaseException | None
+    """Why they failed; None if they did not, or were cancelled here."""
+
+    def cancel(self, timeout_s: float) -> None:
+        """End the tasks, also if Spark does not know them yet, and wait up to `timeout_s` until they are over."""
+        ...
+
+
+class Sent(Protocol):
+    """Bytes that were sent to the executors: a broadcast variable, or what stands for one on Spark Connect."""
+
+    @property
+    def value(self) -> bytes: ...
+
+
+class Cluster(abc.ABC):
+    """A Spark cluster, and the session that leads to it. To make one calls nothing."""
+
+    remote: ClassVar[bool]
+    """True behind Spark Connect, for the words of errors."""
+    needed: ClassVar[Sequence[str]]
+    """Packages that the Python of a task needs if it reads or returns rows."""
+    needed_by_workers: ClassVar[Sequence[str]]
+    """The same of a task that runs an agent."""
+    poll_s: ClassVar[float]
+    """Seconds between two counts of the slots, while there are too few."""
+    _functions: ClassVar[str]
+
+    # --- the session ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise a `UsageError` if no job can run: the session was stopped, or has settings that workers cannot bear."""
+
+    def check_speculation(self) -> None:
+        """Raise InvalidSettingsError if Spark would run a second copy of every worker that trains for long."""
+        threshold = self.setting("spark.speculation.task.duration.threshold")
+        if threshold is not None and self.setting("spark.speculation") == "true":
+            raise InvalidSettingsError(
+                f"spark.speculation.task.duration.threshold={threshold} would have Spark run a second copy of every "
+                "worker that trains for longer; remove it, or set spark.speculation=false"
+            )
+
+    @abc.abstractmethod
+    def setting(self, name: str, default: str | None = None) -> str | None:
+        """Return a setting of the session."""
+
+    @property
+    @abc.abstractmethod
+    def application(self) -> str:
+        """The id of the Spark application, which several sessions may share."""
+
+    @property
+    @abc.abstractmethod
+    def id(self) -> str:
+        """Identifies whom `send` and `ship_package` send to: the application, or the session of Spark Connect."""
+
+    @property
+    @abc.abstractmethod
+    def master(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def is_local(self) -> bool:
+        """True if all tasks run on this machine, in one JVM."""
+
+    @property
+    @abc.abstractmethod
+    def python(self) -> str:
+        """The program that Spark starts as Python on the executors."""
+
+    @abc.abstractmethod
+    def java(self) -> tuple[str, str] | None:
+        """Return version and home of Spark's JVM; None if it is a server's."""
+
+    @abc.abstractmethod
+    def in_words(self) -> str:
+        """Return Spark's version and where it runs."""
+
+    def leave_thread(self) -> None:  # noqa: B027
+        """Close this thread's connection to Spark. To be called before a thread ends that has used the cluster."""
+
+    # --- data -------------------------------------------------------------------------------------
+
+    @property
+    def functions(self) -> Any:
+        """The module of SQL functions that make columns of this session."""
+        return importlib.import_module(self._functions)
+
+    def has_arrow_udfs(self) -> bool:
+        """Return whether Arrow UDFs can be used: since Spark 4.1, on the client and on the server.
+
+        pyspark decides by the process, not by the DataFrame, whether it makes a UDF of Spark Connect.
+        """
+        import pyspark
+        from pyspark.sql.utils import is_remote
+
+        versions = [re.findall(r"\d+", version)[:2] for version in (pyspark.__version__, self.version)]
+        return all([int(part) for part in each] >= [4, 1] for each in versions) and self.remote == is_remote()
+
+    @abc.abstractmethod
+    def send(self, data: bytes) -> Sent:
+        """Make bytes available to the tasks of this session, which read `value`."""
+
+    @abc.abstractmethod
+    def ship_package(self) -> None:
+        """Send this package to executors that lack it. Raise InvalidSettingsError on a classic session."""
+
+    @abc.abstractmethod
+    def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
+        """Return the rows of a DataFrame. Ctrl-C ends the query.
+
+        `name` is that of the job in Spark's UI, `title` that of the progress bar, where there is one; verbose=0: none.
+        """
+
+    def partitions(self, df: Any) -> tuple[int, int] | None:
+        """Return the partitions of a query and the slots, if neighbouring ones may be joined; None if not known."""
+        return None
+
+    @abc.abstractmethod
+    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
+        """Let Spark send Arrow batches to Python that fit into the processor's cache, while the block runs."""
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def start_tasks(self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False) -> TaskRun:
+        """Run a function in `width` tasks; None: in one for each slot. Returns at once.
+
+        The function is called with an iterator and returns an iterable; it is pickled by value if it is a closure.
+        `name` is that of the job in Spark's UI. With `barrier` all tasks start together, or none does.
+        """
+
+    def run_tasks(self, task: Callable[[Any], Any], width: int | None, name: str) -> list[Any]:
+        """Return what a function returns in `width` tasks, as of `start_tasks`. Raises Spark's error if that failed."""
+        return rows_of(self.start_tasks(task, width, name))
+
+    def check_executors(self) -> None:
+        """Look at the executors' Python with a job of one task, once per application; in local mode none is run.
+
+        Raises:
+            ExecutorPythonError: It lacks packages, or has another minor version than this program's.
+        """
+        about = (self.id, self.python)
+        if about not in checked:
+            if (answer := self.ask_python(self.needed)) is not None:
+                refuse_python(answer, on_connect=self.remote)
+            checked.add(about)
+
+    def ask_python(self, names: Sequence[str], timeout_s: float | None = None) -> tuple[str, str, list[str]] | None:
+        """Return path and version of the executors' Python, and those of the modules that it lacks.
+
+        None if that was not known within `timeout_s`. Raises as `check_executors`.
+        """
+        run = self.start_tasks(report_python(names), 1, "spark_elastic: look at the executors' Python")
+        if not wait_for(run, timeout_s):
+            run.cancel(0.0)
+            return None
+        if run.error is not None:
+            raise self.wrong_python(run.error) or run.error
+        answer: tuple[str, str, list[str]] = run.rows[0]
+        return answer
+
+    def wrong_python(self, error: BaseException) -> ExecutorPythonError | None:
+        """Return the error to raise for a job that failed because of the executors' Python; None for other causes."""
+        return python_error_of(error, self.python, on_connect=self.remote)
+
+    def lost(self, error: BaseException) -> str | None:
+        """Return in words why no job of this session will ever run again; None if the error does not say so."""
+        return None
+
+    def was_interrupted(self, error: BaseException) -> bool:
+        """Return True if somebody else has ended the tasks, which may be started again."""
+        return False
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def count_slots(self) -> SlotCount:
+        """Count the task slots, now and at most. Runs no job."""
+
+    @abc.abstractmethod
+    def fixed_slots(self) -> int | None:
+        """Return the number of slots that can never be exceeded, by the master; None if it is not known."""
+
+    def slots_free(self) -> int | None:
+        """Return the number of slots in which no task runs now; None if it is not known."""
+        return None
+
+    def executors(self) -> frozenset[str] | None:
+        """Return the executors; None if they are not known."""
+        return None
+
+    @abc.abstractmethod
+    def allocates_dynamically(self) -> bool: ...
+
+    def slots(self) -> int:
+        """Return the number of workers to start if the user gives none."""
+        now = self.count_slots().now
+        if now is None:
+            raise InvalidSettingsError("the Spark Connect server does not show its task slots; give num_proc")
+        if now < 1:
+            raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
+        return now
+
+    def most_slots(self) -> tuple[int, str] | None:
+        """Return the number of slots that can never be exceeded and what limits it; None if it is not known."""
+        most = self.fixed_slots()
+        return None if most is None else (most, f"master {self.master}")
+
+    def load(self, pending: int) -> str:
+        """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
+        if not pending:
+            return ""
+        try:
+            free = self.slots_free()
+        finally:
+            self.leave_thread()
+        return f"{counted(pending, 'task')} pending" + (
+            "" if free is None else f", cluster has {counted(free, 'slot')} free"
+        )
+
+    # --- the network ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def apply(self, driver_host: str | None, ship_package: bool) -> None:
+        """Apply the settings of `run` that are for Spark Connect. Raise InvalidSettingsError on a classic session."""
+
+    @abc.abstractmethod
+    def listen_at(self) -> tuple[str, tuple[str, ...]]:
+        """Return the address to bind the rendezvous server to, and those at which agents try to reach it."""
+
+    def ports(self, setting: str, given: int | str | None) -> Ports:
+        """Return the ports of "driver_port" or "agent_ports": those given to `run`, or else those of the session.
+
+        Raises:
+            InvalidSettingsError: The session's value is not a port or a range of ports.
+        """
+        if given is not None:
+            return Ports.parse(given)
+        name = SESSION_PORTS[setting]
+        value = self.setting(name)
+        return ANY if value is None else valid_ports(name, value)
+
+    def host_of(self, name: str) -> str:
+        """Return the host that agents report on a machine which a user calls `name`."""
+        address = address_of(name)
+        return on_this_machine(address) if self.is_local else address
+
+    # --- a job ------------------------------------------------------------------------------------
+
+    def make_launcher(
+        self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded, agent: AgentEntry
+    ) -> Launcher:
+        """Return the launcher of a job, whose tasks run `agent`; jobs of one application wait for one another."""
+        queue = queue_of(self.application)
+        build = self._launchers(spec, agent)
+        return QueuedLauncher(queue, spec.job, settings.min_num_proc, build, on_ended)
+
+    @abc.abstractmethod
+    def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]: ...
+
+    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:  # noqa: B027
+        """Have executors call `prepare` with a pickled `LaunchSpec` without secrets, so that a job starts sooner.
+
+        Returns at once; does nothing where that costs more than it gains. `most`: the slots that a job can use.
+        """
+
+    @abc.abstractmethod
+    def place_workers(
+        self,
+        look: SlotLook,
+        spec: LaunchSpec,
+        settings: ElasticSettings,
+        listening: socket.socket,
+        stop: threading.Event,
+        on_wait: OnWait,
+    ) -> tuple[SlotReport, ...]:
+        """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
+
+        Called on the job's thread, before the driver runs and serves `listening`. Returns what `look` has seen of each
+        slot; nothing if Spark cannot place tasks together.
+
+        Raises:
+            NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
+            DriverUnreachableError: Too few tasks reach this program.
+        """
+
+    def sources(self) -> list[ExecutorWatch]:
+        """Return the sources of events about executors; none where losses are only seen on the job's connections."""
+        return []
+
+    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+        """Keep what Spark prints apart from our lines and our bar while a job runs; with verbose=0 there are none."""
+        return contextlib.nullcontext()
+
+
+def wait_for(run: TaskRun, timeout_s: float | None = None) -> bool:
+    """Wait until tasks are over; return False after `timeout_s`. An exception here, such as Ctrl-C, ends them."""
+    try:
+        return run.over.wait(timeout_s)
+    except BaseException:
+        run.cancel(CANCEL_S)
+        raise
+
+
+def rows_of(run: TaskRun) -> list[Any]:
+    """Wait until tasks are over, and return their rows. Raises the error that they failed with."""
+    wait_for(run)
+    if run.error is not None:
+        raise run.error
+    return run.rows
+
+
+def without_secrets(spec: LaunchSpec) -> bytes:
+    """Return a pickled `LaunchSpec` without its key, function and addresses, to prepare executors with."""
+    return pickle.dumps(dataclasses.replace(spec, key=b"", function=b"", driver_addresses=()))

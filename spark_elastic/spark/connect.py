@@ -1,0 +1,213 @@
+"""ConnectCluster: the cluster behind a session of Spark Connect, whose scheduler is out of reach on a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import pickle
+import re
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from spark_elastic.errors import DriverUnreachableError, NoSparkContextError, UsageError
+from spark_elastic.membership.launcher import Launcher, OnEnded
+from spark_elastic.membership.topology import SlotId, SlotReport
+from spark_elastic.redaction import first_line
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark import connect_session
+from spark_elastic.spark.agent_task import AgentEntry
+from spark_elastic.spark.arrow_batches import small_batches
+from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, rows_of
+from spark_elastic.spark.connect_launcher import ConnectLauncher
+from spark_elastic.spark.connect_session import Query, rows_of_tasks, server_answers, server_of
+from spark_elastic.spark.discovery import OnWait, SlotCount, place_together
+from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
+from spark_elastic.spark.jvm import is_local_master
+from spark_elastic.spark.package import ship_package
+from spark_elastic.spark.reachability import ReachabilityListener, candidate_addresses, in_order, unreached_in_words
+from spark_elastic.wire.interfaces import THIS_MACHINE, every_address
+from spark_elastic.wire.messages import LaunchSpec
+
+log = logging.getLogger(__name__)
+
+_RANGE = re.compile(r"Range \(0, \d+, step=1, splits=(\d+)\)")
+_LOCAL = re.compile(r"local\[\s*(\d+)\s*(?:,\s*\d+\s*)?\]")
+
+
+class ConnectCluster(Cluster):
+    """The cluster behind a Connect session. Settings of the session come before the server's."""
+
+    remote = True
+    needed = NEEDED_ON_CONNECT
+    needed_by_workers = NEEDED_ON_CONNECT
+    poll_s = 0.5
+    _functions = "pyspark.sql.connect.functions"
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self._driver_host: str | None = None
+        self._addresses: dict[str, tuple[tuple[str, int], ...]] = {}
+        """By job, the driver's addresses, best first, once the probe has tried them."""
+
+    # --- the session ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.session.is_stopped:
+            raise NoSparkContextError("the Spark Connect session was stopped; create a new one")
+        if not server_answers(self.session, 3.0):
+            host, port = server_of(self.session)
+            raise NoSparkContextError(
+                f"the Spark Connect server at {host}:{port} does not answer; start it (sbin/start-connect-server.sh), "
+                "or create a session with its present address"
+            )
+        try:
+            self.check_speculation()
+        except UsageError:
+            raise
+        except Exception as error:  # pyspark's, with the version; for example because the session has expired
+            raise NoSparkContextError(
+                f"the Spark Connect session cannot be used: {first_line(error)}; create a new one"
+            ) from None
+
+    def setting(self, name: str, default: str | None = None) -> str | None:
+        value: str | None = self.session.conf.get(name, default)
+        return value
+
+    @property
+    def application(self) -> str:
+        return self.setting("spark.app.id") or self.id
+
+    @property
+    def id(self) -> str:
+        return str(self.session.session_id)
+
+    @functools.cached_property
+    def _spark_master(self) -> str:
+        return self.setting("spark.master", "") or ""
+
+    @property
+    def master(self) -> str:
+        return self._spark_master or "the Spark Connect server"
+
+    @property
+    def version(self) -> str:
+        return str(self.session.version)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local_master(self._spark_master) and connect_session.is_this_machine(server_of(self.session)[0])
+
+    @property
+    def python(self) -> str:
+        return ON_CONNECT  # no task could say its path
+
+    def java(self) -> tuple[str, str] | None:
+        return None
+
+    def in_words(self) -> str:
+        return f"Spark {self.version} through Spark Connect"
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> Sent:
+        return connect_session.send(self.session, data)
+
+    def ship_package(self) -> None:
+        ship_package(self.session)
+
+    def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
+        return rows_of(Query(self.session, lambda spark: list(df.collect()), name="write"))
+
+    def small_batches(self, session: Any) -> AbstractContextManager[None]:
+        every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
+        return small_batches(session, self.id, lambda name: every is None or name in every)
+
+    # --- tasks ------------------------------------------------------------------------------------
+
+    def start_tasks(self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False) -> Query:
+        return Query(self.session, lambda spark: rows_of_tasks(spark, task, width, barrier), name=name)
+
+    def lost(self, error: BaseException) -> str | None:
+        return connect_session.why_session_is_gone(error)
+
+    def was_interrupted(self, error: BaseException) -> bool:
+        return connect_session.was_interrupted(error)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def count_slots(self) -> SlotCount:
+        """A query without a shuffle is planned with as many tasks as there are cores, and the plan says how many."""
+        most, where = self.fixed_slots(), f"master {self.master}"
+        for name in ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"):
+            if self.setting(name) is not None:
+                return SlotCount(most, most, where)
+        try:
+            plan = str(self.session.range(0, 1 << 20)._explain_string())
+        except Exception as error:  # not a public interface
+            log.debug("the plan of a query could not be read: %s", error)
+            return SlotCount(None, most, where)
+        found = _RANGE.search(plan)
+        return SlotCount(None if found is None else int(found[1]) // self._task_cpus, most, where)
+
+    @functools.cached_property
+    def _task_cpus(self) -> int:
+        return max(int(self.setting("spark.task.cpus", "1") or 1), 1)
+
+    def fixed_slots(self) -> int | None:
+        if self._spark_master == "local":
+            return 1
+        fixed = _LOCAL.fullmatch(self._spark_master)
+        return None if fixed is None else int(fixed[1]) // self._task_cpus
+
+    def allocates_dynamically(self) -> bool:
+        return self.setting("spark.dynamicAllocation.enabled", "false") == "true"
+
+    # --- a job ------------------------------------------------------------------------------------
+
+    def apply(self, driver_host: str | None, ship_package: bool) -> None:
+        self._driver_host = driver_host
+        if ship_package:
+            self.ship_package()
+
+    def listen_at(self) -> tuple[str, tuple[str, ...]]:
+        """Executors may be on other machines than the server, so without `driver_host` all addresses are tried."""
+        if self._driver_host is not None:
+            return every_address(), (self._driver_host,)
+        if self.is_local:
+            return THIS_MACHINE, (THIS_MACHINE,)
+        return every_address(), candidate_addresses(server_of(self.session)[0])
+
+    def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]:
+        def payload(slot: SlotId) -> bytes:
+            # The server limits a query to 128 MiB, and each slot's would hold the function again: agents fetch it.
+            addresses = self._addresses.get(spec.job, spec.driver_addresses)
+            return pickle.dumps(
+                dataclasses.replace(spec, function=b"", fetched_bytes=len(spec.function), driver_addresses=addresses)
+            )
+
+        return lambda ended: ConnectLauncher(self.session, agent, payload, ended)
+
+    def place_workers(
+        self,
+        look: SlotLook,
+        spec: LaunchSpec,
+        settings: ElasticSettings,
+        listening: socket.socket,
+        stop: threading.Event,
+        on_wait: OnWait,
+    ) -> tuple[SlotReport, ...]:
+        """Finds out at which addresses executors reach this program, too."""
+        with ReachabilityListener(listening, spec.key):
+            look_here = functools.partial(look, None, spec.driver_addresses, spec.key)
+            probe = place_together(self, look_here, settings, stop, on_wait)
+        reaches = [reach for _, reach in probe.seen]
+        without = [reach for reach in reaches if not reach.reached]
+        hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]
+        if without and len(reaches) - len(without) < min(settings.min_num_proc, len(reaches)):
+            raise DriverUnreachableError(addresses=hosts, port=port, tried=unreached_in_words(without[0]))
+        self._addresses[spec.job] = tuple((host, port) for host in in_order(hosts, reaches))
+        return tuple(report for report, _ in probe.seen)

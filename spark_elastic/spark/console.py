@@ -1,0 +1,110 @@
+"""What Spark itself prints beside our lines: its progress bar is hidden meanwhile, and its log shows warnings only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from spark_elastic.spark.jvm import close_connection, setting_of
+
+HIDE_EVERY_S = 0.2
+"""Spark draws its bar for stages that last longer than half a second after the last `finishAll`."""
+CLOSE_S = 2.0
+QUIET_LEVEL = "WARN"
+_SUBMITTED = "PYSPARK_GATEWAY_PORT"
+"""The environment variable that `spark-submit` gives the Python programs that it starts."""
+_DEFAULT_FLAG = "org$apache$spark$internal$Logging$$defaultSparkLog4jConfig"
+
+_lock = threading.Lock()
+_hiders: dict[int, tuple[int, _BarHider]] = {}
+"""By `id` of the context: how many need Spark's bar hidden, and the thread that does it."""
+_quieted: set[str] = set()
+"""The applications whose log was looked at."""
+
+# --- Spark's progress bar ---------------------------------------------------------------------------
+
+
+class _BarHider:
+    """A thread that removes Spark's console bar again and again, as Spark does itself at the end of a job."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._hide, name="spark_elastic console", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(CLOSE_S)
+
+    def _hide(self) -> None:
+        try:
+            with contextlib.suppress(Exception):  # the context was stopped, or its JVM is gone
+                bar = self._context._jsc.sc().progressBar()
+                while bar.isDefined():
+                    bar.get().finishAll()
+                    if self._over.wait(HIDE_EVERY_S):
+                        return
+        finally:
+            close_connection(self._context)
+
+
+@contextlib.contextmanager
+def bar_hidden(context: Any) -> Iterator[None]:
+    """Hide Spark's console bar (`spark.ui.showConsoleProgress`) while the block runs, where another bar is shown.
+
+    Both draw in the same line of the terminal, and Spark's would show the workers' tasks, which end with the training.
+    """
+    key = id(context)
+    with _lock:
+        users, hider = _hiders.get(key, (0, None))
+        _hiders[key] = (users + 1, hider or _BarHider(context))
+    try:
+        yield
+    finally:
+        with _lock:
+            users, hider = _hiders.pop(key)
+            if users > 1:
+                _hiders[key] = (users - 1, hider)
+                hider = None
+        if hider is not None:
+            hider.close()
+
+
+# --- Spark's log ------------------------------------------------------------------------------------
+
+
+def quiet_log(context: Any, verbose: int) -> None:
+    """Have Spark log warnings only, as where `python` starts a program, if nobody has configured its log.
+
+    `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. A log4j configuration
+    of the user's or of the cluster, `spark.log.level`, and what the program has set with `setLogLevel` are left as they
+    are. Looked at once per application. verbose=0 changes nothing, because this package prints nothing either.
+    """
+    if not verbose or _SUBMITTED not in os.environ or context.applicationId in _quieted:
+        return
+    _quieted.add(context.applicationId)
+    with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ
+        if setting_of(context, "spark.log.level") is not None or not _has_default_log(context):
+            return
+        if str(context._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()) == "INFO":
+            context.setLogLevel(QUIET_LEVEL)
+            print(
+                "spark_elastic: Spark's log shows only warnings from here on;\n"
+                "    spark-submit --conf spark.log.level=INFO shows all of it",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _has_default_log(context: Any) -> bool:
+    """Return True if Spark uses the log4j configuration in its own jar, and nobody has called `setLogLevel`.
+
+    `spark-submit` sets a threshold for its own lines, which has no effect on the program's; `setLogLevel` removes it.
+    """
+    logging = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)
+    return bool(getattr(logging, _DEFAULT_FLAG)()) and logging.sparkShellThresholdLevel() is not None

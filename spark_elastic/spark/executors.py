@@ -1,0 +1,196 @@
+"""ExecutorWatch: reports executors that Spark loses or decommissions.
+
+Spark's listener bus announces losses. No event announces a decommission, so the scheduler is asked for those.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic import clock
+from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.spark.bus import EVENT, BusListener
+from spark_elastic.spark.failures import loss_of_executor
+from spark_elastic.spark.jvm import close_connection, executor_ids, is_local, jvm_context, slots_now
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+log = logging.getLogger(__name__)
+
+_PAUSE_PER_EXECUTOR_S = 0.02
+"""Asking about one executor takes 0.2-2 ms. A pause that grows with their number keeps this below a tenth of a core,
+also where executors come and go all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorAdded:
+    """An executor has registered."""
+
+    executor: str
+    host: str
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorRemoved:
+    """An executor is lost."""
+
+    executor: str
+    why: str
+
+
+class ExecutorListener:
+    """The executor events of Spark's listener bus, as Python values.
+
+    Registered from its construction until `close`. One thread polls; any thread may close.
+
+    Raises:
+        py4j.protocol.Py4JError: The JVM has no java.beans (a JRE cut down by jlink).
+    """
+
+    def __init__(self, sc: SparkContext) -> None:
+        jvm: Any = sc._jvm
+        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
+        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
+        self._removed: set[str] = set()
+        self._listener = BusListener(sc, dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT)))
+
+    def poll(self, timeout_s: float) -> ExecutorAdded | ExecutorRemoved | None:
+        """Return the next event, waiting up to `timeout_s` for it; None if there was none, or after `wake`."""
+        event = self._events.poll(int(timeout_s * 1000), self._milliseconds)
+        if event is None or isinstance(event, str):
+            return None
+        kind = event.getClass().getSimpleName()
+        executor = str(event.executorId())
+        if kind == "SparkListenerExecutorAdded":
+            self._removed.discard(executor)
+            return ExecutorAdded(executor, str(event.executorInfo().executorHost()), event.executorInfo().totalCores())
+        if kind == "SparkListenerExecutorRemoved" and executor not in self._removed:  # Spark may post it twice
+            self._removed.add(executor)
+            return ExecutorRemoved(executor, str(event.reason()))
+        return None
+
+    def wake(self) -> None:
+        """Make a `poll` that waits in another thread return at once."""
+        self._events.add("wake")
+
+    def close(self) -> None:
+        """Leave the bus. May be called again."""
+        self._listener.close()
+
+
+class ExecutorWatch:
+    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
+
+    It asks for the slots of all active executors at once. Only when their number has changed, or an executor has come
+    or gone, does it ask about each executor. In local mode there is nothing to watch.
+    """
+
+    def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
+        self._sc = sc
+        self._interval_s = interval_s
+        self._post: Callable[[ExecutorDecommissioned | ExecutorLost], None]
+        self._stopping = threading.Event()
+        self._known: set[str] = set()
+        self._leaving: set[str] = set()
+        self._slots: int | None = None
+        """The slots when each executor was last asked about; None if that has to be done again."""
+        self._inactive: set[str] = set()
+        """Executors that Spark does not use any more, for a reason that it has not said yet."""
+        self._pause_s = interval_s
+        self._listener: ExecutorListener | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, post: Callable[[ExecutorDecommissioned | ExecutorLost], None]) -> None:
+        """Call `post` from the watch's own thread for each event from now on, until `close`."""
+        self._post = post
+        if is_local(self._sc):
+            return
+        try:
+            self._listener = ExecutorListener(self._sc)
+        except Exception as error:  # the watch works without it, whatever the JVM lacks
+            log.warning(
+                "no executor listener (%s); lost executors are seen by asking every %.1f s", error, self._interval_s
+            )
+        self._known = set(executor_ids(self._sc))  # after the listener, so that no executor is missed in between
+        self._thread = threading.Thread(target=self._run, name="spark_elastic executors", daemon=True)
+        self._thread.start()
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Stop, and wait for the thread. Closes the calling thread's connection to the JVM. May be called again."""
+        self._stopping.set()
+        try:
+            if self._listener is not None:
+                self._listener.wake()
+        except Exception as error:  # the JVM is gone, which ends the thread's wait for it as well
+            log.debug("could not wake the executor watch: %s", error)
+        finally:
+            close_connection(self._sc)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._step()
+        except Exception as error:
+            if not self._stopping.is_set():
+                log.warning("executors are no longer watched: %s", error)
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+            close_connection(self._sc)
+
+    def _step(self) -> None:
+        """Read the listener's events until it is time to ask the scheduler, then ask."""
+        until = clock.monotonic() + self._pause_s
+        if self._listener is None:
+            self._stopping.wait(until - clock.monotonic())
+            self._compare()
+        else:
+            while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
+                event = self._listener.poll(left)
+                if event is not None:
+                    self._slots = None
+                if isinstance(event, ExecutorAdded):
+                    self._known.add(event.executor)
+                elif event is not None:
+                    self._known.discard(event.executor)
+                    self._post(ExecutorLost(event.executor, loss_of_executor(event.why)))
+        if not self._stopping.is_set():
+            self._ask_for_decommissions()
+
+    def _compare(self) -> None:
+        """Report the executors that are no longer registered."""
+        present = set(executor_ids(self._sc))
+        for executor in sorted(self._known - present):
+            self._post(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))
+        if present != self._known:
+            self._known, self._slots = present, None
+
+    def _ask_for_decommissions(self) -> None:
+        context = jvm_context(self._sc)
+        slots = slots_now(context)  # before the executors are asked about, so that a change meanwhile is seen next time
+        if slots == self._slots:
+            asked = self._inactive & self._known
+        else:
+            self._slots, asked = slots, self._known - self._leaving
+        self._pause_s = max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(asked))
+        if not asked:
+            return
+        self._inactive.clear()
+        backend, scheduler = context.schedulerBackend(), context.taskScheduler()
+        for executor in sorted(asked):
+            if backend.isExecutorActive(executor):
+                continue
+            if scheduler.getExecutorDecommissionState(executor).isDefined():
+                self._leaving.add(executor)
+                self._post(ExecutorDecommissioned(executor))
+            else:  # it is lost, which the listener reports, or its decommission is not complete in Spark's books yet
+                self._inactive.add(executor)

@@ -1,0 +1,62 @@
+"""Executors that leave are reported once, by whatever Spark says of them."""
+
+from __future__ import annotations
+
+from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.spark.executors import ExecutorWatch
+from tests.unit.spark.jvm import Application
+
+
+def watch_of(application):
+    """A watch without a listener that has looked once, and what it posts."""
+    watch, posted = ExecutorWatch(application.sc, interval_s=0.0), []
+    watch._post = posted.append
+    look(watch)
+    return watch, posted
+
+
+def look(watch):
+    watch._compare()
+    watch._ask_for_decommissions()
+
+
+def test_a_decommission_is_reported_once():
+    application = Application(20)
+    watch, posted = watch_of(application)
+    application.leaving["1"] = True
+    application.active.remove("1")
+    look(watch)
+    look(watch)
+    assert posted == [ExecutorDecommissioned("1")]
+
+
+def test_a_decommission_that_spark_explains_later_is_reported_then():
+    application = Application(20)
+    watch, posted = watch_of(application)
+    application.leaving["7"] = False
+    application.active.remove("7")
+    look(watch)
+    look(watch)
+    assert posted == []
+    application.leaving["7"] = True
+    look(watch)
+    assert posted == [ExecutorDecommissioned("7")]
+
+
+def test_a_decommission_is_seen_although_a_new_executor_makes_up_for_its_slots():
+    application = Application(20)
+    watch, posted = watch_of(application)
+    application.leaving["7"] = True
+    application.active.remove("7")
+    application.active.append("20")
+    look(watch)
+    assert posted == [ExecutorDecommissioned("7")]
+
+
+def test_an_executor_that_is_no_longer_listed_is_lost():
+    application = Application(3)
+    watch, posted = watch_of(application)
+    application.active.remove("1")
+    look(watch)
+    assert posted == [ExecutorLost("1", LossCause(LossKind.EXECUTOR_UNLISTED))]
