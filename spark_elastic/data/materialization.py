@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def write_dataset(
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _write(cluster, df, request, tensors, folder, kept, verbose)
+                dataset = _Write(cluster, df, request, tensors, folder, kept, verbose).run()
                 if dataset.manifest.key != _key_of(settings):  # another process has written it meanwhile
                     raise _other_settings(dataset, settings, dataset_id)
             mark_used(folder, kept)
@@ -191,109 +191,100 @@ def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: s
     )
 
 
-def _write(
-    cluster: Cluster,
-    df: Any,
-    request: Request,
-    tensors: tuple[Tensor, ...],
-    folder: Store,
-    kept: bool,
-    verbose: int,
-) -> Dataset:
-    from spark_elastic import __version__
+@dataclass(eq=False)
+class _Write:
+    """One write of a DataFrame's rows to a folder."""
 
-    run, started, settings = uuid.uuid4().hex[:12], wall(), request.to_json()
-    try:
-        receipts = _run(cluster, df, request, tensors, folder, run, kept, verbose)
-        if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
+    cluster: Cluster
+    df: Any
+    request: Request
+    tensors: tuple[Tensor, ...]
+    folder: Store
+    kept: bool
+    verbose: int
+
+    def run(self) -> Dataset:
+        from spark_elastic import __version__
+
+        run, started, settings, folder = uuid.uuid4().hex[:12], wall(), self.request.to_json(), self.folder
+        try:
+            receipts = self._receipts(run)
+            if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
+                folder.delete(run)
+                self.request = replace(self.request, sparse={**self.request.sparse, **dict.fromkeys(mixed, True)})
+                self.tensors = self.request.resolve(self.df.schema, is_case_sensitive(self.df))
+                receipts = self._receipts(run)
+            about = {
+                "written_by": f"spark_elastic {__version__}",
+                "application": self.cluster.application,
+                "seconds": round(wall() - started, 3),
+                "settings": settings,
+            }
+            manifest = _manifest(receipts, self.request, _key_of(settings), about)
+            hosts = {
+                shard.file: receipt.host
+                for receipt in receipts
+                for shards in receipt.splits.values()
+                for shard in shards
+            }
+            for shard in manifest.shards:
+                if folder.size(shard.file) != shard.nbytes:
+                    raise StoreError(
+                        f"{hosts[shard.file]} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
+                        "whole; name a store that driver and executors share",
+                        url=folder.url,
+                        host=hosts[shard.file],
+                    )
+        except BaseException:
             folder.delete(run)
-            request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
-            tensors = request.resolve(df.schema, is_case_sensitive(df))
-            receipts = _run(cluster, df, request, tensors, folder, run, kept, verbose)
-        about = {
-            "written_by": f"spark_elastic {__version__}",
-            "application": cluster.application,
-            "seconds": round(wall() - started, 3),
-            "settings": settings,
-        }
-        manifest = _manifest(receipts, request, _key_of(settings), about)
-        dataset = Dataset(folder, manifest)
-        hosts = {
-            shard.file: receipt.host for receipt in receipts for shards in receipt.splits.values() for shard in shards
-        }
-        for shard in manifest.shards:
-            if folder.size(shard.file) != shard.nbytes:
-                raise StoreError(
-                    f"{hosts[shard.file]} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
-                    "whole; name a store that driver and executors share",
-                    url=folder.url,
-                    host=hosts[shard.file],
-                )
-    except BaseException:
+            raise
+        if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=self.kept):
+            # files of attempts that Spark repeated; those of attempts that still run are later deleted as orphans
+            listed = manifest.files
+            for entry in folder.list(run):
+                if entry.path not in listed:
+                    folder.delete(entry.path)
+            return Dataset(folder, manifest)
         folder.delete(run)
-        raise
-    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
-        # files of attempts that Spark repeated; those of attempts that still run are later deleted as orphans
-        listed = manifest.files
-        for entry in folder.list(run):
-            if entry.path not in listed:
-                folder.delete(entry.path)
-        return dataset
-    folder.delete(run)
-    return Dataset.open(folder)  # another process wrote the same rows meanwhile
+        return Dataset.open(folder)  # another process wrote the same rows meanwhile
 
+    def _receipts(self, run: str) -> list[Receipt]:
+        """Run the query that writes the rows, below the folder `run`."""
+        request, functions = self.request, self.cluster.functions
+        types = {name: self.df.schema[name].dataType for name in request.columns}
+        groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
 
-def _selected(df: Any, request: Request, functions: Any, groups: travel.Groups) -> list[Any]:
-    """Return the columns of a request, in groups, under names that mapInArrow finds.
+        def column(name: str) -> Any:
+            found = functions.col("`" + name.replace("`", "``") + "`")
+            cast = cast_of(types[name])
+            return found.cast(cast) if cast else found
 
-    It does not find columns with dots or backticks in their names.
-    """
-
-    def column(name: str) -> Any:
-        found = functions.col("`" + name.replace("`", "``") + "`")
-        cast = cast_of(df.schema[name].dataType)
-        return found.cast(cast) if cast else found
-
-    columns = travel.expressions(groups, column, functions.array)
-    return [each.alias(f"c{index}") for index, each in enumerate(columns)]
-
-
-def _run(
-    cluster: Cluster,
-    df: Any,
-    request: Request,
-    tensors: tuple[Tensor, ...],
-    folder: Store,
-    run: str,
-    kept: bool,
-    verbose: int,
-) -> list[Receipt]:
-    functions = cluster.functions
-    types = {name: df.schema[name].dataType for name in request.columns}
-    groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
-    task = WriteTask(folder, run, groups, tensors, request.shard_bytes, request.validation, request.seed, kept)
-    rows = df.select(*_selected(df, request, functions, groups))
-    if request.pre_shuffle:
-        # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
-        rows = rows.repartition(functions.rand(request.seed))
-        rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
-    elif (found := cluster.partitions(rows)) is not None and (fewer := fewer_tasks(*found)):
-        rows = rows.coalesce(fewer)
-    wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
-    try:
-        with cluster.small_batches(df.sparkSession) if wide else nullcontext():
-            name = f"spark_elastic: write {', '.join(request.tensors)}"
-            answers = write_again_if_order_is_lost(
-                lambda: cluster.collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose),
-                lambda: folder.delete(run),
-            )
-    except Exception as error:  # py4j, captured by pyspark or not
-        failure, reason = reason_of(error)
-        # the reason is Spark's own; the frames of its JVM, several screens of them, tell nothing more
-        raise failure(f"the rows could not be written: {reason}") from (error if verbose > 1 else None)
-    receipts = sorted((Receipt.loads(row.receipt) for row in answers), key=lambda receipt: receipt.partition)
-    _refuse_faults(receipts)
-    return receipts
+        # under other names: mapInArrow does not find columns with dots or backticks in theirs
+        columns = travel.expressions(groups, column, functions.array)
+        rows = self.df.select(*(each.alias(f"c{index}") for index, each in enumerate(columns)))
+        if request.pre_shuffle:
+            # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
+            rows = rows.repartition(functions.rand(request.seed))
+            rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
+        elif (found := self.cluster.partitions(rows)) is not None and (fewer := fewer_tasks(*found)):
+            rows = rows.coalesce(fewer)
+        written = (request.shard_bytes, request.validation, request.seed, self.kept)
+        query = rows.mapInArrow(WriteTask(self.folder, run, groups, self.tensors, *written), RECEIPT_SCHEMA)
+        name = f"spark_elastic: write {', '.join(request.tensors)}"
+        wide = any(column.source != "scalar" for tensor in self.tensors for column in tensor.columns)
+        try:
+            with self.cluster.small_batches(self.df.sparkSession) if wide else nullcontext():
+                answers = write_again_if_order_is_lost(
+                    lambda: self.cluster.collect(query, name, "writing rows", self.verbose),
+                    lambda: self.folder.delete(run),
+                )
+        except Exception as error:  # py4j, captured by pyspark or not
+            failure, reason = reason_of(error)
+            # the reason is Spark's own; the frames of its JVM, several screens of them, tell nothing more
+            raise failure(f"the rows could not be written: {reason}") from (error if self.verbose > 1 else None)
+        receipts = sorted((Receipt.loads(row.receipt) for row in answers), key=lambda receipt: receipt.partition)
+        _refuse_faults(receipts)
+        return receipts
 
 
 def fewer_tasks(partitions: int, slots: int) -> int | None:

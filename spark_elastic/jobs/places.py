@@ -26,6 +26,7 @@ class ThisMachine:
     """Runs workers as plain processes of this machine. Has those members of `Cluster` that a job needs."""
 
     is_local = True
+    master = "local"
 
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
@@ -33,7 +34,7 @@ class ThisMachine:
     def slots(self) -> int:
         raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
 
-    def most_slots(self) -> tuple[int, str] | None:
+    def fixed_slots(self) -> int | None:
         return None
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:

@@ -31,6 +31,7 @@ from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.discovery import Waiting
 from spark_elastic.spark.own_modules import check_modules
 from spark_elastic.task import spark_agent
 from spark_elastic.task.reaper import default_child_signal
@@ -61,7 +62,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     place = place_of(call)
     if isinstance(place, Cluster):
         check_modules(place, function, call.env)
-    settings, fewer = _within(place.most_slots(), call.resolve(place.slots))
+    settings, fewer = _within(place, call.resolve(place.slots))
     sources: list[EventSource] = [*place.sources()]
     if call.discovery is not None:
         sources.append(HostManager(call.discovery, place.host_of))
@@ -112,9 +113,8 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     lease = None if folder is None else folder.lease
 
     def place_workers() -> None:
-        reports = place.place_workers(
-            spark_agent.look_at_slot, spec, settings, listening, driver.stop_requested, driver.note_waiting
-        )
+        waiting = Waiting(driver.stop_requested, driver.note_waiting)
+        reports = place.place_workers(spark_agent.look_at_slot, spec, settings, listening, waiting)
         _check_interfaces(reports, spec, settings)
 
     return ElasticJob(spec.job, driver, place_workers, clean_up.close, url, lease)
@@ -208,18 +208,19 @@ def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
         raise InvalidSettingsError(f"the driver cannot listen at {at}: {error.strerror or error}; {fix}") from None
 
 
-def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
-    """Limit the workers to the slots that there can ever be (`most`), if those are enough for the minimum.
+def _within(place: Place, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
+    """Limit the workers to the slots that there can ever be, if those are enough for the minimum.
 
     With a line that says that fewer workers than num_proc start; empty if as many start.
     """
-    if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
+    slots = place.fixed_slots()
+    if slots is None or not settings.min_num_proc <= slots < settings.max_num_proc:
         return settings, ""
-    slots, where = most
     limited = dataclasses.replace(settings, num_proc=min(settings.num_proc, slots), max_num_proc=slots)
     if slots >= settings.num_proc:
         return limited, ""
-    return limited, f"starting with {slots} workers instead of num_proc={settings.num_proc}: {where} has no more slots"
+    fewer = f"starting with {slots} workers instead of num_proc={settings.num_proc}"
+    return limited, f"{fewer}: master {place.master} has no more slots"
 
 
 # --- the status page ------------------------------------------------------------------------------

@@ -7,27 +7,28 @@ import dataclasses
 import functools
 import logging
 import pickle
+import re
 import socket
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.membership.reasons import Wait, WaitKind, counted
 from spark_elastic.membership.topology import SlotReport
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, checked, without_secrets
-from spark_elastic.spark.collect import collect
 from spark_elastic.spark.console import bar_hidden, quiet_log
-from spark_elastic.spark.discovery import OnWait, SlotCount, place_together
+from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.package import ship_package
+from spark_elastic.spark.query_progress import shown
+from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -41,6 +42,8 @@ LARGE_FUNCTION_BYTES = 128 * 1024
 _IN_PLACES = ("Sort [", "InMemoryTableScan")
 """Parts of plans after which partitions have an order and a place."""
 _PLACES_ASKED = 16
+_UNBOUNDED = 2**31 - 1
+_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
 
 
 class ClassicCluster(Cluster):
@@ -117,8 +120,9 @@ class ClassicCluster(Cluster):
     def ship_package(self) -> None:
         ship_package(self.context)  # which says how to do it with a classic session
 
-    def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
-        return collect(self.context, df, name, title, verbose)
+    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
+        quiet_log(self.context)
+        return shown(self.context, run, title)
 
     def partitions(self, df: Any) -> tuple[int, int] | None:
         # Spark joins partitions that are near one another, and so those whose place it knows in another order than
@@ -147,12 +151,26 @@ class ClassicCluster(Cluster):
 
     # --- tasks ------------------------------------------------------------------------------------
 
-    def start_tasks(
-        self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False
-    ) -> jvm.BackgroundJob:
-        return jvm.BackgroundJob(
-            self.context, int(self.context.defaultParallelism) if width is None else width, task, name, barrier
-        )
+    def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
+        count = int(self.context.defaultParallelism) if width is None else width
+        rows: Any = self.context.parallelize(range(count), count)
+        found: list[Any] = (rows.barrier() if barrier else rows).mapPartitions(task).collect()
+        return found
+
+    def tagging(self, tag: str, name: str) -> Callable[[], None]:
+        java = jvm.jvm_context(self.context)
+        properties = java.getLocalProperties().clone()
+
+        def tag_thread() -> None:
+            java.setLocalProperties(properties)
+            self.context.addJobTag(tag)
+            for about in ("spark.job.description", "callSite.short"):  # of the job and its stages in Spark's UI
+                self.context.setLocalProperty(about, name)
+
+        return tag_thread
+
+    def cancel_tagged(self, tag: str) -> None:
+        self.context.cancelJobsWithTag(tag)
 
     def check_executors(self) -> None:
         about = (self.id, self.python)
@@ -165,10 +183,29 @@ class ClassicCluster(Cluster):
     # --- slots ------------------------------------------------------------------------------------
 
     def count_slots(self) -> SlotCount:
-        return jvm.count_slots(self.context)
+        """Asks the scheduler, which takes milliseconds."""
+        context = jvm.jvm_context(self.context)
+        now = jvm.slots_now(context)
+        executors = 1 if jvm.is_local(self.context) else int(context.getExecutorIds().size())
+        cpus = self.setting("spark.task.cpus", "1")
+        where = f"{counted(executors, 'executor')} with {now} slots in all (spark.task.cpus={cpus})"
+        most_executors = int(self.setting("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
+        if not self.allocates_dynamically():
+            return SlotCount(now, now, where)
+        if most_executors >= _UNBOUNDED:
+            return SlotCount(now, None, where)
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        per_executor = int(profile.maxTasksPerExecutor(context.conf()))
+        return SlotCount(now, max(most_executors * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
-        return jvm.fixed_slots(self.context)
+        if jvm.is_local(self.context):
+            return jvm.slots_now(jvm.jvm_context(self.context))
+        sizes = _LOCAL_CLUSTER.fullmatch(self.master)
+        if sizes is None or self.allocates_dynamically():
+            return None
+        cores = int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)
+        return max(int(sizes[1]) * cores, jvm.slots_now(jvm.jvm_context(self.context)))
 
     def slots_free(self) -> int | None:
         return max(0, jvm.slots_now(jvm.jvm_context(self.context)) - jvm.running_tasks(self.context))
@@ -225,22 +262,23 @@ class ClassicCluster(Cluster):
         spec: LaunchSpec,
         settings: ElasticSettings,
         listening: socket.socket,
-        stop: threading.Event,
-        on_wait: OnWait,
+        waiting: Waiting,
     ) -> tuple[SlotReport, ...]:
         # what the executors import from now on need not be waited for later
         prepared = without_secrets(spec) if spec.keep_workers_s > 0 else None
         try:
-            probe = place_together(self, functools.partial(look, prepared), settings, stop, on_wait)
+            probe = place_together(self, functools.partial(look, prepared), settings, waiting)
         finally:
             self.leave_thread()
         if not probe.seen:
-            on_wait(Wait(WaitKind.REPORTED, detail=probe.why), None)
+            waiting.show(Wait(WaitKind.REPORTED, detail=probe.why), None)
         return tuple(report for report, _ in probe.seen)
 
     def sources(self) -> list[ExecutorWatch]:
         return [ExecutorWatch(self.context)]
 
     def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
-        quiet_log(self.context, verbose)
-        return bar_hidden(self.context) if verbose else contextlib.nullcontext()
+        if not verbose:
+            return contextlib.nullcontext()
+        quiet_log(self.context)
+        return bar_hidden(self.context)

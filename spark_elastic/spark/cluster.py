@@ -12,7 +12,6 @@ import importlib
 import pickle
 import re
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -22,9 +21,10 @@ from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.topology import Reach, SlotReport
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.discovery import OnWait, SlotCount
+from spark_elastic.spark.discovery import SlotCount, Waiting
 from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
+from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 from spark_elastic.wire.ports import ANY, Ports, valid_ports
@@ -36,25 +36,10 @@ SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spa
 """Settings of a Spark session that give the ports of its jobs."""
 checked: set[tuple[str, str]] = set()
 """(`Cluster.id`, Python of its executors) of the checks that found nothing wrong."""
-CANCEL_S = 10.0  # how long Ctrl-C waits until Spark has ended a job
 
 SlotLook = Callable[..., tuple[SlotReport, Reach]]
 """Describes the slot that a task occupies, and tries addresses of the driver: `(prepare, addresses, key)`, see
 `task.spark_agent.look_at_slot`. Pickled by reference."""
-
-
-class TaskRun(Protocol):
-    """Tasks that run now, for a thread that waits for them: `jvm.BackgroundJob`, `connect_session.Query`."""
-
-    over: threading.Event
-    rows: list[Any]
-    """What the tasks have returned; empty until all have ended."""
-    error: BaseException | None
-    """Why they failed; None if they did not, or were cancelled here."""
-
-    def cancel(self, timeout_s: float) -> None:
-        """End the tasks, also if Spark does not know them yet, and wait up to `timeout_s` until they are over."""
-        ...
 
 
 class Sent(Protocol):
@@ -161,12 +146,17 @@ class Cluster(abc.ABC):
     def ship_package(self) -> None:
         """Send this package to executors that lack it. Raise InvalidSettingsError on a classic session."""
 
-    @abc.abstractmethod
     def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
-        """Return the rows of a DataFrame. Ctrl-C ends the query.
+        """Return the rows of a DataFrame. Ctrl-C ends the query, whose tasks would otherwise continue to write.
 
         `name` is that of the job in Spark's UI, `title` that of the progress bar, where there is one; verbose=0: none.
         """
+        run = TaskRun(self, df.collect, name)
+        with self._shown(run, title) if verbose else contextlib.nullcontext():
+            return run.result()
+
+    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def partitions(self, df: Any) -> tuple[int, int] | None:
         """Return the partitions of a query and the slots, if neighbouring ones may be joined; None if not known."""
@@ -178,17 +168,24 @@ class Cluster(abc.ABC):
 
     # --- tasks ------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def start_tasks(self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False) -> TaskRun:
         """Run a function in `width` tasks; None: in one for each slot. Returns at once.
 
-        The function is called with an iterator and returns an iterable; it is pickled by value if it is a closure.
-        `name` is that of the job in Spark's UI. With `barrier` all tasks start together, or none does.
+        The function is called with an iterator and returns an iterable of rows; a closure is pickled by value. `name`
+        is that of the job in Spark's UI. With `barrier` all tasks start together, or none does.
         """
+        return TaskRun(self, lambda: self._rows_of_tasks(task, width, barrier), name)
 
-    def run_tasks(self, task: Callable[[Any], Any], width: int | None, name: str) -> list[Any]:
-        """Return what a function returns in `width` tasks, as of `start_tasks`. Raises Spark's error if that failed."""
-        return rows_of(self.start_tasks(task, width, name))
+    @abc.abstractmethod
+    def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]: ...
+
+    @abc.abstractmethod
+    def tagging(self, tag: str, name: str) -> Callable[[], None]:
+        """Return a function that gives the jobs of the thread that calls it a tag, and a name in Spark's UI."""
+
+    @abc.abstractmethod
+    def cancel_tagged(self, tag: str) -> None:
+        """End the jobs with a tag that run now."""
 
     def check_executors(self) -> None:
         """Look at the executors' Python with a job of one task, once per application; in local mode none is run.
@@ -208,7 +205,7 @@ class Cluster(abc.ABC):
         None if that was not known within `timeout_s`. Raises as `check_executors`.
         """
         run = self.start_tasks(report_python(names), 1, "spark_elastic: look at the executors' Python")
-        if not wait_for(run, timeout_s):
+        if not run.wait(timeout_s):
             run.cancel(0.0)
             return None
         if run.error is not None:
@@ -257,11 +254,6 @@ class Cluster(abc.ABC):
         if now < 1:
             raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
         return now
-
-    def most_slots(self) -> tuple[int, str] | None:
-        """Return the number of slots that can never be exceeded and what limits it; None if it is not known."""
-        most = self.fixed_slots()
-        return None if most is None else (most, f"master {self.master}")
 
     def load(self, pending: int) -> str:
         """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
@@ -328,8 +320,7 @@ class Cluster(abc.ABC):
         spec: LaunchSpec,
         settings: ElasticSettings,
         listening: socket.socket,
-        stop: threading.Event,
-        on_wait: OnWait,
+        waiting: Waiting,
     ) -> tuple[SlotReport, ...]:
         """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
 
@@ -348,23 +339,6 @@ class Cluster(abc.ABC):
     def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
         """Keep what Spark prints apart from our lines and our bar while a job runs; with verbose=0 there are none."""
         return contextlib.nullcontext()
-
-
-def wait_for(run: TaskRun, timeout_s: float | None = None) -> bool:
-    """Wait until tasks are over; return False after `timeout_s`. An exception here, such as Ctrl-C, ends them."""
-    try:
-        return run.over.wait(timeout_s)
-    except BaseException:
-        run.cancel(CANCEL_S)
-        raise
-
-
-def rows_of(run: TaskRun) -> list[Any]:
-    """Wait until tasks are over, and return their rows. Raises the error that they failed with."""
-    wait_for(run)
-    if run.error is not None:
-        raise run.error
-    return run.rows
 
 
 def without_secrets(spec: LaunchSpec) -> bytes:

@@ -8,7 +8,6 @@ import logging
 import pickle
 import re
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,15 +20,15 @@ from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark import connect_session
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, rows_of
+from spark_elastic.spark.cluster import Cluster, Sent, SlotLook
 from spark_elastic.spark.connect_launcher import ConnectLauncher
-from spark_elastic.spark.connect_session import Query, rows_of_tasks, server_answers, server_of
-from spark_elastic.spark.discovery import OnWait, SlotCount, place_together
+from spark_elastic.spark.connect_session import server_answers, server_of
+from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
 from spark_elastic.spark.package import ship_package
 from spark_elastic.spark.reachability import ReachabilityListener, candidate_addresses, in_order, unreached_in_words
-from spark_elastic.wire.interfaces import THIS_MACHINE, every_address
+from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,9 @@ class ConnectCluster(Cluster):
 
     @property
     def is_local(self) -> bool:
-        return is_local_master(self._spark_master) and connect_session.is_this_machine(server_of(self.session)[0])
+        if not is_local_master(self._spark_master):
+            return False
+        return on_this_machine(address_of(server_of(self.session)[0])) == THIS_MACHINE
 
     @property
     def python(self) -> str:
@@ -119,17 +120,20 @@ class ConnectCluster(Cluster):
     def ship_package(self) -> None:
         ship_package(self.session)
 
-    def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
-        return rows_of(Query(self.session, lambda spark: list(df.collect()), name="write"))
-
     def small_batches(self, session: Any) -> AbstractContextManager[None]:
         every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
         return small_batches(session, self.id, lambda name: every is None or name in every)
 
     # --- tasks ------------------------------------------------------------------------------------
 
-    def start_tasks(self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False) -> Query:
-        return Query(self.session, lambda spark: rows_of_tasks(spark, task, width, barrier), name=name)
+    def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
+        return connect_session.rows_of_tasks(self.session, task, width, barrier)
+
+    def tagging(self, tag: str, name: str) -> Callable[[], None]:
+        return lambda: self.session.addTag(tag)  # tags belong to the thread; its scheduler's UI is on the server
+
+    def cancel_tagged(self, tag: str) -> None:
+        self.session.interruptTag(tag)
 
     def lost(self, error: BaseException) -> str | None:
         return connect_session.why_session_is_gone(error)
@@ -197,13 +201,12 @@ class ConnectCluster(Cluster):
         spec: LaunchSpec,
         settings: ElasticSettings,
         listening: socket.socket,
-        stop: threading.Event,
-        on_wait: OnWait,
+        waiting: Waiting,
     ) -> tuple[SlotReport, ...]:
         """Finds out at which addresses executors reach this program, too."""
         with ReachabilityListener(listening, spec.key):
             look_here = functools.partial(look, None, spec.driver_addresses, spec.key)
-            probe = place_together(self, look_here, settings, stop, on_wait)
+            probe = place_together(self, look_here, settings, waiting)
         reaches = [reach for _, reach in probe.seen]
         without = [reach for reach in reaches if not reach.reached]
         hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]

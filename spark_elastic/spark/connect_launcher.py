@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import uuid
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_elastic import clock
@@ -17,7 +18,6 @@ from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
 from spark_elastic.spark.connect_session import (
     close_connection,
-    new_tag,
     rows_of_tasks,
     second_connection,
     server_answers,
@@ -46,7 +46,7 @@ class _SlotQuery:
 
     slot: SlotId
     id: LaunchId
-    tag: str = field(default_factory=new_tag)
+    tag: str = field(default_factory=lambda: f"spark_elastic-{uuid.uuid4().hex}")
     stop_cause: LossCause | None = None
     """Set once, when the query has to end."""
     has_joined: bool = False
@@ -64,8 +64,6 @@ class ConnectLauncher:
     payload_for_slot: Callable[[SlotId], bytes]
     """Returns the payload of a slot; called at each launch. It travels inside the query and must be small."""
     on_ended: OnEnded
-    _: KW_ONLY
-    lost_agent_s: float = LOST_AGENT_S
 
     def __post_init__(self) -> None:
         self._connection = second_connection(self.session)
@@ -205,7 +203,7 @@ class ConnectLauncher:
                     return
                 now = clock.monotonic()
                 for launch in self._running.values():
-                    if launch.lost_at is not None and now - launch.lost_at >= self.lost_agent_s:
+                    if launch.lost_at is not None and now - launch.lost_at >= LOST_AGENT_S:
                         self._stop(launch, _TASK_LOST)
                 stopping = [launch for launch in self._running.values() if launch.stop_cause is not None]
                 alone = any(not each.has_joined or each.lost_at is not None for each in self._running.values())

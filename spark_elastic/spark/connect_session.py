@@ -15,14 +15,12 @@ import re
 import socket
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_elastic import clock
 from spark_elastic.errors import MissingExtraError
 
 _CLIENT_PACKAGES = {
@@ -33,7 +31,6 @@ _CLIENT_PACKAGES = {
     "pyarrow": "pyarrow",
 }
 """What pyspark imports for a Connect session, and the packages that have it."""
-_INTERRUPT_AGAIN_S = 0.2
 _RETRIES, _MAX_BACKOFF_MS = 150, 4000
 """As long as Spark retries a call by default, about ten minutes, but never asleep for long: a call that sleeps does not
 notice that its connection was closed."""
@@ -80,17 +77,6 @@ def server_of(session: Any) -> tuple[str, int]:
     return host.strip("[]") or "localhost", int(port)
 
 
-def is_this_machine(host: str) -> bool:
-    """Return True if a host's name or address is one of this machine."""
-    try:
-        address = socket.gethostbyname(host)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))  # only a machine's own addresses can be bound
-    except OSError:
-        return host == "::1"
-    return True
-
-
 def second_connection(session: Any) -> Any:
     """Return another client of the same session on the server, over a connection of its own.
 
@@ -119,63 +105,6 @@ def close_connection(other: Any, session: Any) -> None:
 
 
 # --- queries ----------------------------------------------------------------------------------------
-
-
-def new_tag() -> str:
-    return f"spark_elastic-{uuid.uuid4().hex}"
-
-
-@dataclass(eq=False)
-class Query:
-    """A query on a thread of its own, under a tag by which it can be ended. Starts at once."""
-
-    session: Any
-    run: Callable[[Any], list[Any]]
-    """Called on the thread with the session; returns rows, for example `lambda spark: spark.range(3).collect()`."""
-    tag: str = field(default_factory=new_tag)
-    name: str = "query"
-
-    def __post_init__(self) -> None:
-        self.rows: list[Any] = []
-        """The rows; empty until the query has ended."""
-        self.error: BaseException | None = None
-        """The reason why the query failed; None if it did not, or was ended by `cancel`."""
-        self.over = threading.Event()
-        self._cancelled = False
-        threading.Thread(target=self._run, name=f"spark_elastic {self.name}", daemon=True).start()
-
-    def cancel(self, timeout_s: float) -> None:
-        """End the query, also if the server does not know it yet, and wait up to `timeout_s` until it is over."""
-        self._cancelled = True
-        interrupt(self.session, self.tag, self.over, timeout_s)
-
-    def _run(self) -> None:
-        try:
-            self.session.addTag(self.tag)  # tags belong to the thread
-            if not self._cancelled:
-                self.rows = list(self.run(self.session))
-        except BaseException as error:
-            if not self._cancelled:
-                self.error = error
-        finally:
-            self.over.set()
-
-
-def interrupt(session: Any, tag: str, over: threading.Event, timeout_s: float) -> None:
-    """Interrupt the queries with a tag until `over` is set, for `timeout_s` at most.
-
-    On another thread, because the call does not return while the server does not answer.
-    """
-    until = clock.monotonic() + timeout_s
-
-    def ask() -> None:
-        while not over.is_set() and clock.monotonic() < until:
-            with contextlib.suppress(Exception):  # the session or its server is gone, and the query with it
-                session.interruptTag(tag)
-            over.wait(_INTERRUPT_AGAIN_S)
-
-    threading.Thread(target=ask, name="spark_elastic interrupt", daemon=True).start()
-    over.wait(timeout_s)
 
 
 def rows_of_tasks(session: Any, task: Callable[[Any], Any], width: int | None, barrier: bool = False) -> list[Any]:

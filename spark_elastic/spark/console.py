@@ -19,38 +19,10 @@ _SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """The environment variable that `spark-submit` gives the Python programs that it starts."""
 _DEFAULT_FLAG = "org$apache$spark$internal$Logging$$defaultSparkLog4jConfig"
 
-_lock = threading.Lock()
-_hiders: dict[int, tuple[int, _BarHider]] = {}
-"""By `id` of the context: how many need Spark's bar hidden, and the thread that does it."""
 _quieted: set[str] = set()
 """The applications whose log was looked at."""
 
 # --- Spark's progress bar ---------------------------------------------------------------------------
-
-
-class _BarHider:
-    """A thread that removes Spark's console bar again and again, as Spark does itself at the end of a job."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._hide, name="spark_elastic console", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(CLOSE_S)
-
-    def _hide(self) -> None:
-        try:
-            with contextlib.suppress(Exception):  # the context was stopped, or its JVM is gone
-                bar = self._context._jsc.sc().progressBar()
-                while bar.isDefined():
-                    bar.get().finishAll()
-                    if self._over.wait(HIDE_EVERY_S):
-                        return
-        finally:
-            close_connection(self._context)
 
 
 @contextlib.contextmanager
@@ -58,34 +30,39 @@ def bar_hidden(context: Any) -> Iterator[None]:
     """Hide Spark's console bar (`spark.ui.showConsoleProgress`) while the block runs, where another bar is shown.
 
     Both draw in the same line of the terminal, and Spark's would show the workers' tasks, which end with the training.
+    A thread removes it again and again, as Spark does itself at the end of a job.
     """
-    key = id(context)
-    with _lock:
-        users, hider = _hiders.get(key, (0, None))
-        _hiders[key] = (users + 1, hider or _BarHider(context))
+    over = threading.Event()
+
+    def hide() -> None:
+        with contextlib.suppress(Exception):  # the context was stopped, or its JVM is gone
+            bar = context._jsc.sc().progressBar()
+            while bar.isDefined():
+                bar.get().finishAll()
+                if over.wait(HIDE_EVERY_S):
+                    break
+        close_connection(context)
+
+    thread = threading.Thread(target=hide, name="spark_elastic console", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        with _lock:
-            users, hider = _hiders.pop(key)
-            if users > 1:
-                _hiders[key] = (users - 1, hider)
-                hider = None
-        if hider is not None:
-            hider.close()
+        over.set()
+        thread.join(CLOSE_S)
 
 
 # --- Spark's log ------------------------------------------------------------------------------------
 
 
-def quiet_log(context: Any, verbose: int) -> None:
+def quiet_log(context: Any) -> None:
     """Have Spark log warnings only, as where `python` starts a program, if nobody has configured its log.
 
     `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. A log4j configuration
     of the user's or of the cluster, `spark.log.level`, and what the program has set with `setLogLevel` are left as they
-    are. Looked at once per application. verbose=0 changes nothing, because this package prints nothing either.
+    are. Looked at once per application.
     """
-    if not verbose or _SUBMITTED not in os.environ or context.applicationId in _quieted:
+    if _SUBMITTED not in os.environ or context.applicationId in _quieted:
         return
     _quieted.add(context.applicationId)
     with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -33,11 +33,19 @@ _CANCEL_S = 4.0
 _REPORT_AFTER_S = 2.0
 """Shorter waits for free slots are not reported."""
 
-OnWait = Callable[[Wait, float | None], None]
-"""Called with a wait and its deadline on this process's monotonic clock, when the reason of the wait changes."""
 Seen = tuple[SlotReport, Reach]
 Look = Callable[[], Seen]
 """Describes the slot of the task that calls it. Pickled by reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How a wait for slots is ended and shown."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Ends the wait when it is set."""
+    show: Callable[[Wait, float | None], None] = lambda wait, until: None
+    """Called when the reason of the wait changes, with the wait and its deadline on this process's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +75,23 @@ _probed: dict[str, tuple[frozenset[str], Probe]] = {}
 """By application: the executors at its last probe, and what that has found. `probe` uses it again."""
 
 
-def place_together(
-    cluster: Cluster, look: Look, settings: ElasticSettings, stop: threading.Event, on_wait: OnWait
-) -> Probe:
+def place_together(cluster: Cluster, look: Look, settings: ElasticSettings, waiting: Waiting) -> Probe:
     """Return the probe of num_proc slots if they are free shortly, or else of min_num_proc. Raises as `probe`."""
     if settings.num_proc > settings.min_num_proc:
         with contextlib.suppress(NotEnoughSlotsError):
             grace_s = min(settings.start_grace_s, settings.start_timeout_s)
-            return probe(cluster, look, settings.num_proc, grace_s, stop, on_wait)
-    return probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, stop, on_wait)
+            return probe(cluster, look, settings.num_proc, grace_s, waiting)
+    return probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, waiting)
 
 
-def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, stop: threading.Event, on_wait: OnWait) -> None:
+def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiting) -> None:
     """Wait until `need` slots exist, busy or not.
 
     Returns at once under dynamic allocation: executors come only when jobs ask for them.
 
     Raises:
         NotEnoughSlotsError: After `timeout_s`; at once if the cluster can never have that many slots.
-        JobCancelledError: `stop` was set.
+        JobCancelledError: The wait was ended.
     """
     start = clock.monotonic()
     too_few = functools.partial(NotEnoughSlotsError, need=need, setting="start_timeout")
@@ -107,14 +113,12 @@ def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, stop: threadin
         wait = Wait(WaitKind.SLOTS, have=count.now, need=need, left_s=timeout_s)
         if wait != said:
             said = wait
-            on_wait(wait, start + timeout_s)
-        if stop.wait(min(cluster.poll_s, timeout_s - waited)):
+            waiting.show(wait, start + timeout_s)
+        if waiting.stop.wait(min(cluster.poll_s, timeout_s - waited)):
             raise JobCancelledError("cancelled while waiting for slots")
 
 
-def probe(
-    cluster: Cluster, look: Look, num_proc: int, timeout_s: float, stop: threading.Event, on_wait: OnWait
-) -> Probe:
+def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting: Waiting) -> Probe:
     """Run `num_proc` tasks at the same time (in barrier mode) and return what each of them has seen.
 
     First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that is too
@@ -125,7 +129,7 @@ def probe(
         NotEnoughSlotsError: After `timeout_s`.
         ExecutorPythonError: The executors run a Python in which workers cannot run.
         SessionLostError: The Spark Connect server has closed the session.
-        JobCancelledError: `stop` was set.
+        JobCancelledError: The wait was ended.
     """
     start = clock.monotonic()
     too_few = functools.partial(NotEnoughSlotsError, have=0, need=num_proc, setting="start_timeout")
@@ -135,7 +139,7 @@ def probe(
             return Probe((), f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         width = 1  # which says at least how the driver is reached
     else:
-        wait_for_slots(cluster, num_proc, timeout_s, stop, on_wait)
+        wait_for_slots(cluster, num_proc, timeout_s, waiting)
     executors = cluster.executors()
     known, found = _probed.get(cluster.application, (None, Probe(())))
     is_known = executors is not None and executors == known and len(found.seen) >= num_proc
@@ -149,14 +153,14 @@ def probe(
         if over and run.error is not None and cluster.was_interrupted(run.error):
             log.info("the probe's tasks were cancelled on the server; they are started again")
             run, over = cluster.start_tasks(task, width, name, barrier=width > 1), False
-            stop.wait(cluster.poll_s)
+            waiting.stop.wait(cluster.poll_s)
         if over:
             break
         waited = clock.monotonic() - start
         if waited >= _REPORT_AFTER_S and not said:
             said = True
-            on_wait(Wait(WaitKind.FREE_SLOTS, need=num_proc, left_s=timeout_s), start + timeout_s)
-        if stop.is_set():
+            waiting.show(Wait(WaitKind.FREE_SLOTS, need=num_proc, left_s=timeout_s), start + timeout_s)
+        if waiting.stop.is_set():
             run.cancel(_CANCEL_S)
             raise JobCancelledError("cancelled while looking for slots")
         if waited > timeout_s:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
@@ -28,23 +27,6 @@ _PAUSE_PER_EXECUTOR_S = 0.02
 also where executors come and go all the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorAdded:
-    """An executor has registered."""
-
-    executor: str
-    host: str
-    cores: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorRemoved:
-    """An executor is lost."""
-
-    executor: str
-    why: str
-
-
 class ExecutorListener:
     """The executor events of Spark's listener bus, as Python values.
 
@@ -61,20 +43,22 @@ class ExecutorListener:
         self._removed: set[str] = set()
         self._listener = BusListener(sc, dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT)))
 
-    def poll(self, timeout_s: float) -> ExecutorAdded | ExecutorRemoved | None:
-        """Return the next event, waiting up to `timeout_s` for it; None if there was none, or after `wake`."""
+    def poll(self, timeout_s: float) -> tuple[str, str | None] | None:
+        """Return the next executor with the reason why it is lost, or None for one that has registered.
+
+        Waits up to `timeout_s` for it. Returns None if there was none, or after `wake`.
+        """
         event = self._events.poll(int(timeout_s * 1000), self._milliseconds)
         if event is None or isinstance(event, str):
             return None
-        kind = event.getClass().getSimpleName()
         executor = str(event.executorId())
-        if kind == "SparkListenerExecutorAdded":
+        if event.getClass().getSimpleName() == "SparkListenerExecutorAdded":
             self._removed.discard(executor)
-            return ExecutorAdded(executor, str(event.executorInfo().executorHost()), event.executorInfo().totalCores())
-        if kind == "SparkListenerExecutorRemoved" and executor not in self._removed:  # Spark may post it twice
-            self._removed.add(executor)
-            return ExecutorRemoved(executor, str(event.reason()))
-        return None
+            return executor, None
+        if executor in self._removed:  # Spark may post it twice
+            return None
+        self._removed.add(executor)
+        return executor, str(event.reason())
 
     def wake(self) -> None:
         """Make a `poll` that waits in another thread return at once."""
@@ -155,14 +139,14 @@ class ExecutorWatch:
             self._compare()
         else:
             while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
-                event = self._listener.poll(left)
-                if event is not None:
-                    self._slots = None
-                if isinstance(event, ExecutorAdded):
-                    self._known.add(event.executor)
-                elif event is not None:
-                    self._known.discard(event.executor)
-                    self._post(ExecutorLost(event.executor, loss_of_executor(event.why)))
+                if (event := self._listener.poll(left)) is None:
+                    continue
+                self._slots, (executor, why) = None, event
+                if why is None:
+                    self._known.add(executor)
+                else:
+                    self._known.discard(executor)
+                    self._post(ExecutorLost(executor, loss_of_executor(why)))
         if not self._stopping.is_set():
             self._ask_for_decommissions()
 

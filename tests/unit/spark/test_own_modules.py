@@ -22,31 +22,30 @@ from spark_elastic.spark.own_modules import check_modules, modules_in
 numbers = itertools.count()
 
 
-class Tasks:
-    """Tasks on executors that have only installed packages; `free` is set when there is a slot for them."""
-
-    def __init__(self, free: threading.Event) -> None:
-        self.over, self.error = free, None
-        self.rows = [("/their/python3", "3.11.0", ["own_module"])]
-        self.cancelled = False
-
-    def cancel(self, timeout_s: float) -> None:
-        self.cancelled = True
-
-
 class Executors(ClassicCluster):
-    """A cluster whose tasks are these."""
+    """A cluster whose executors have only installed packages; `free` is set when there is a slot for tasks."""
 
     def __init__(self, has_slots: bool = True) -> None:
-        self.number, self.free, self.started = next(numbers), threading.Event(), list[Tasks]()
+        self.number, self.free, self.jobs, self.cancelled = next(numbers), threading.Event(), 0, threading.Event()
         if has_slots:
             self.free.set()
 
     id = property(lambda self: f"app-{self.number}")  # type: ignore[assignment]
 
-    def start_tasks(self, *given: Any, **more: Any) -> Any:
-        self.started.append(Tasks(self.free))
-        return self.started[-1]
+    def tagging(self, tag: str, name: str) -> Any:
+        self.jobs += 1
+        return lambda: None
+
+    def _rows_of_tasks(self, task: Any, width: int | None, barrier: bool) -> list[Any]:
+        self.free.wait(20)
+        return [("/their/python3", "3.11.0", ["own_module"])]
+
+    def cancel_tagged(self, tag: str) -> None:
+        self.cancelled.set()
+        self.free.set()
+
+    def leave_thread(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -76,17 +75,17 @@ def test_a_module_of_ones_own_that_executors_lack_is_named_with_the_way_to_send_
 def test_no_job_looks_for_modules_that_the_workers_own_pythonpath_has(own: Any) -> None:
     executors = Executors()
     check_modules(executors, cloudpickle.dumps(own.Net()), {"PYTHONPATH": "/shared"})
-    assert executors.started == []
+    assert executors.jobs == 0
 
 
 def test_job_that_gets_no_slot_keeps_nobody_waiting(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_modules, "_PATIENCE_S", 0.01)
     executors = Executors(has_slots=False)
     check_modules(executors, cloudpickle.dumps(own.Net()))
-    assert [tasks.cancelled for tasks in executors.started] == [True]
+    assert executors.cancelled.wait(20)
 
 
 def test_no_job_looks_for_installed_modules() -> None:
     executors = Executors()
     check_modules(executors, cloudpickle.dumps([Path, pytest.raises, json.loads]))
-    assert executors.started == []
+    assert executors.jobs == 0

@@ -1,69 +1,36 @@
-"""Collect a DataFrame's rows with a name in Spark's UI, a progress bar and a clean end on Ctrl-C."""
+"""The progress bar of a query: how many tasks of its jobs are done."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import uuid
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.reporting.progress import View, plain_line
 from spark_elastic.reporting.screens import screen_for
-from spark_elastic.spark.console import bar_hidden, quiet_log
+from spark_elastic.spark.console import bar_hidden
+from spark_elastic.spark.jvm import close_connection
+from spark_elastic.spark.task_run import CANCEL_S, TaskRun
 
-_CANCEL_S = 10.0  # how long Ctrl-C waits until Spark has ended the job
 _SHOWN_AFTER_S = 1.0
 _LOOK_S = 0.5
 _FIRST_LINE_S = 5.0  # when the first line is printed where no bar can be drawn
 _LINE_EVERY_S = 30.0  # between two of these lines
 
 
-def collect(context: Any, df: Any, name: str, title: str, verbose: int) -> list[Any]:
-    """Run `df.collect()` on another thread, with a progress bar.
-
-    So Ctrl-C interrupts this thread while it waits, not in the middle of a call to the JVM: only then can the job be
-    cancelled, and its tasks would otherwise continue to write. The job is called `name` in Spark's UI, the progress bar
-    `title`; verbose=0 shows no bar.
-    """
-    from pyspark import InheritableThread
-
-    tag, done = f"spark_elastic-{uuid.uuid4().hex}", {}
-
-    def run() -> None:
-        try:
-            context.addJobTag(tag)
-            for about in ("spark.job.description", "callSite.short"):  # of the job and its stages in Spark's UI
-                context.setLocalProperty(about, name)
-            done["rows"] = df.collect()
-        except BaseException as error:  # raised by `collect`
-            done["error"] = error
-
-    over = threading.Event()
-    quiet_log(context, verbose)
-    thread = InheritableThread(target=run, name="spark_elastic write", daemon=True)
-    thread.start()
-    watch = None
-    if verbose:
-        shown = (context, tag, title, over)
-        watch = InheritableThread(target=_show_progress, args=shown, name="spark_elastic watch", daemon=True)
-        watch.start()
-    try:
-        with bar_hidden(context) if verbose else nullcontext():
-            thread.join()
-    except BaseException:
-        context.cancelJobsWithTag(tag)
-        thread.join(_CANCEL_S)
-        raise
-    finally:
-        over.set()
-        if watch is not None:
-            watch.join(_CANCEL_S)
-    if "error" in done:
-        raise done["error"]
-    return list(done["rows"])
+@contextmanager
+def shown(context: Any, run: TaskRun, title: str) -> Iterator[None]:
+    """Show the progress of a call's jobs in a bar while the block runs, in place of Spark's own."""
+    arguments = (context, run.tag, title, run.over)
+    watch = threading.Thread(target=_show_progress, args=arguments, name="spark_elastic watch", daemon=True)
+    watch.start()
+    with bar_hidden(context):
+        yield
+    watch.join(CANCEL_S)
 
 
 def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:
@@ -89,6 +56,7 @@ def _show_progress(context: Any, tag: str, title: str, over: threading.Event) ->
         if view is not None and screen.live:
             screen.show(replace(view, done=view.total, rate=None))
         screen.clear()
+    close_connection(context)
 
 
 def _tasks(context: Any, tag: str) -> tuple[int, int]:
