@@ -61,7 +61,7 @@ def check_shared(store: Store, cluster: Cluster) -> None:
         if store.is_local and cluster.is_local:
             return  # driver and executors are one machine
         name = f"spark_elastic: check that all executors see {store.url}"
-        answers = cluster.run_tasks(probe, None, name)
+        answers = cluster.start_tasks(probe, None, name).result()
         problems = {host: problem for host, _, problem in answers if problem}
         for host, file, problem in answers:
             if not problem and not store.exists(f"{folder}/{file}"):

@@ -9,7 +9,7 @@ import logging
 import pickle
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
@@ -20,13 +20,12 @@ from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, checked, without_secrets
+from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, without_secrets
 from spark_elastic.spark.console import bar_hidden, quiet_log
 from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
-from spark_elastic.spark.package import ship_package
 from spark_elastic.spark.query_progress import shown
 from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import plain_address
@@ -55,8 +54,7 @@ class ClassicCluster(Cluster):
     poll_s = 0.1
     _functions = "pyspark.sql.functions"
 
-    def __init__(self, context: SparkContext) -> None:
-        self.context = context
+    context: SparkContext
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -73,7 +71,7 @@ class ClassicCluster(Cluster):
             )
         self.check_speculation()
         if self.is_local:
-            self.check_executors()
+            self.check_executors(self.needed_by_workers)
 
     def setting(self, name: str, default: str | None = None) -> str | None:
         return jvm.setting_of(self.context, name, default)
@@ -116,9 +114,6 @@ class ClassicCluster(Cluster):
     def send(self, data: bytes) -> Sent:
         sent: Sent = self.context.broadcast(data)
         return sent
-
-    def ship_package(self) -> None:
-        ship_package(self.context)  # which says how to do it with a classic session
 
     def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
         quiet_log(self.context)
@@ -172,13 +167,9 @@ class ClassicCluster(Cluster):
     def cancel_tagged(self, tag: str) -> None:
         self.context.cancelJobsWithTag(tag)
 
-    def check_executors(self) -> None:
-        about = (self.id, self.python)
-        if not self.is_local:
-            super().check_executors()
-        elif about not in checked:
-            choose_python(self.context)
-            checked.add(about)
+    def check_executors(self, needed: Sequence[str] | None = None) -> None:
+        if not (self.is_local and choose_python(self.context)):
+            super().check_executors(needed)
 
     # --- slots ------------------------------------------------------------------------------------
 

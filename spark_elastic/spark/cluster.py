@@ -23,6 +23,7 @@ from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.discovery import SlotCount, Waiting
 from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
+from spark_elastic.spark.package import ship_package
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
 from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import address_of, on_this_machine
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spark.elastic.agent.ports"}
 """Settings of a Spark session that give the ports of its jobs."""
-checked: set[tuple[str, str]] = set()
-"""(`Cluster.id`, Python of its executors) of the checks that found nothing wrong."""
+checked: set[tuple[str, ...]] = set()
+"""(`Cluster.id`, Python of its executors, *packages) of the checks that found nothing wrong."""
 
 SlotLook = Callable[..., tuple[SlotReport, Reach]]
 """Describes the slot that a task occupies, and tries addresses of the driver: `(prepare, addresses, key)`, see
@@ -61,6 +62,10 @@ class Cluster(abc.ABC):
     poll_s: ClassVar[float]
     """Seconds between two counts of the slots, while there are too few."""
     _functions: ClassVar[str]
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        """The SparkContext, or the session of Spark Connect, which has none."""
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -142,9 +147,9 @@ class Cluster(abc.ABC):
     def send(self, data: bytes) -> Sent:
         """Make bytes available to the tasks of this session, which read `value`."""
 
-    @abc.abstractmethod
     def ship_package(self) -> None:
         """Send this package to executors that lack it. Raise InvalidSettingsError on a classic session."""
+        ship_package(self.context)
 
     def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
         """Return the rows of a DataFrame. Ctrl-C ends the query, whose tasks would otherwise continue to write.
@@ -187,15 +192,19 @@ class Cluster(abc.ABC):
     def cancel_tagged(self, tag: str) -> None:
         """End the jobs with a tag that run now."""
 
-    def check_executors(self) -> None:
-        """Look at the executors' Python with a job of one task, once per application; in local mode none is run.
+    def check_executors(self, needed: Sequence[str] | None = None) -> None:
+        """Look at the executors' Python with a job of one task, once per application.
+
+        In local mode the job is only run if the user chose another Python than this program's. `needed`: packages that
+        it must have; None: those of tasks that read or return rows.
 
         Raises:
             ExecutorPythonError: It lacks packages, or has another minor version than this program's.
         """
-        about = (self.id, self.python)
+        names = self.needed if needed is None else needed
+        about = (self.id, self.python, *names)
         if about not in checked:
-            if (answer := self.ask_python(self.needed)) is not None:
+            if (answer := self.ask_python(names)) is not None:
                 refuse_python(answer, on_connect=self.remote)
             checked.add(about)
 
@@ -259,13 +268,10 @@ class Cluster(abc.ABC):
         """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
         if not pending:
             return ""
-        try:
-            free = self.slots_free()
-        finally:
-            self.leave_thread()
-        return f"{counted(pending, 'task')} pending" + (
-            "" if free is None else f", cluster has {counted(free, 'slot')} free"
-        )
+        free = self.slots_free()
+        self.leave_thread()
+        of_cluster = "" if free is None else f", cluster has {counted(free, 'slot')} free"
+        return f"{counted(pending, 'task')} pending{of_cluster}"
 
     # --- the network ------------------------------------------------------------------------------
 

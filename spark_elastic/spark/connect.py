@@ -26,7 +26,6 @@ from spark_elastic.spark.connect_session import server_answers, server_of
 from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.package import ship_package
 from spark_elastic.spark.reachability import ReachabilityListener, candidate_addresses, in_order, unreached_in_words
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
@@ -46,8 +45,8 @@ class ConnectCluster(Cluster):
     poll_s = 0.5
     _functions = "pyspark.sql.connect.functions"
 
-    def __init__(self, session: Any) -> None:
-        self.session = session
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
         self._driver_host: str | None = None
         self._addresses: dict[str, tuple[tuple[str, int], ...]] = {}
         """By job, the driver's addresses, best first, once the probe has tried them."""
@@ -55,10 +54,10 @@ class ConnectCluster(Cluster):
     # --- the session ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        if self.session.is_stopped:
+        if self.context.is_stopped:
             raise NoSparkContextError("the Spark Connect session was stopped; create a new one")
-        if not server_answers(self.session, 3.0):
-            host, port = server_of(self.session)
+        if not server_answers(self.context, 3.0):
+            host, port = server_of(self.context)
             raise NoSparkContextError(
                 f"the Spark Connect server at {host}:{port} does not answer; start it (sbin/start-connect-server.sh), "
                 "or create a session with its present address"
@@ -73,7 +72,7 @@ class ConnectCluster(Cluster):
             ) from None
 
     def setting(self, name: str, default: str | None = None) -> str | None:
-        value: str | None = self.session.conf.get(name, default)
+        value: str | None = self.context.conf.get(name, default)
         return value
 
     @property
@@ -82,7 +81,7 @@ class ConnectCluster(Cluster):
 
     @property
     def id(self) -> str:
-        return str(self.session.session_id)
+        return str(self.context.session_id)
 
     @functools.cached_property
     def _spark_master(self) -> str:
@@ -94,13 +93,13 @@ class ConnectCluster(Cluster):
 
     @property
     def version(self) -> str:
-        return str(self.session.version)
+        return str(self.context.version)
 
     @property
     def is_local(self) -> bool:
         if not is_local_master(self._spark_master):
             return False
-        return on_this_machine(address_of(server_of(self.session)[0])) == THIS_MACHINE
+        return on_this_machine(address_of(server_of(self.context)[0])) == THIS_MACHINE
 
     @property
     def python(self) -> str:
@@ -115,10 +114,7 @@ class ConnectCluster(Cluster):
     # --- data -------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> Sent:
-        return connect_session.send(self.session, data)
-
-    def ship_package(self) -> None:
-        ship_package(self.session)
+        return connect_session.send(self.context, data)
 
     def small_batches(self, session: Any) -> AbstractContextManager[None]:
         every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
@@ -127,13 +123,13 @@ class ConnectCluster(Cluster):
     # --- tasks ------------------------------------------------------------------------------------
 
     def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
-        return connect_session.rows_of_tasks(self.session, task, width, barrier)
+        return connect_session.rows_of_tasks(self.context, task, width, barrier)
 
     def tagging(self, tag: str, name: str) -> Callable[[], None]:
-        return lambda: self.session.addTag(tag)  # tags belong to the thread; its scheduler's UI is on the server
+        return lambda: self.context.addTag(tag)  # tags belong to the thread; its scheduler's UI is on the server
 
     def cancel_tagged(self, tag: str) -> None:
-        self.session.interruptTag(tag)
+        self.context.interruptTag(tag)
 
     def lost(self, error: BaseException) -> str | None:
         return connect_session.why_session_is_gone(error)
@@ -150,7 +146,7 @@ class ConnectCluster(Cluster):
             if self.setting(name) is not None:
                 return SlotCount(most, most, where)
         try:
-            plan = str(self.session.range(0, 1 << 20)._explain_string())
+            plan = str(self.context.range(0, 1 << 20)._explain_string())
         except Exception as error:  # not a public interface
             log.debug("the plan of a query could not be read: %s", error)
             return SlotCount(None, most, where)
@@ -183,7 +179,7 @@ class ConnectCluster(Cluster):
             return every_address(), (self._driver_host,)
         if self.is_local:
             return THIS_MACHINE, (THIS_MACHINE,)
-        return every_address(), candidate_addresses(server_of(self.session)[0])
+        return every_address(), candidate_addresses(server_of(self.context)[0])
 
     def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]:
         def payload(slot: SlotId) -> bytes:
@@ -193,7 +189,7 @@ class ConnectCluster(Cluster):
                 dataclasses.replace(spec, function=b"", fetched_bytes=len(spec.function), driver_addresses=addresses)
             )
 
-        return lambda ended: ConnectLauncher(self.session, agent, payload, ended)
+        return lambda ended: ConnectLauncher(self.context, agent, payload, ended)
 
     def place_workers(
         self,

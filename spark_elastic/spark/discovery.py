@@ -141,10 +141,10 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
     else:
         wait_for_slots(cluster, num_proc, timeout_s, waiting)
     executors = cluster.executors()
-    known, found = _probed.get(cluster.application, (None, Probe(())))
-    is_known = executors is not None and executors == known and len(found.seen) >= num_proc
-    if is_known and (cluster.slots_free() or 0) >= num_proc:
-        return Probe(found.seen[:num_proc])
+    if executors is not None:
+        known, found = _probed.get(cluster.application, (None, Probe(())))
+        if executors == known and len(found.seen) >= num_proc and (cluster.slots_free() or 0) >= num_proc:
+            return Probe(found.seen[:num_proc])
     task, name = _looking_task(look, cluster.needed_by_workers), f"spark_elastic: discovery of {num_proc} slots"
     run = cluster.start_tasks(task, width, name, barrier=width > 1)
     said = False

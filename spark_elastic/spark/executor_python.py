@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,27 +25,26 @@ NEEDED_ON_CONNECT = ("pandas", *NEEDED_FOR_ROWS)
 """The same behind Spark Connect, whose tasks exchange Arrow batches."""
 ON_CONNECT = "the Python that the PYSPARK_PYTHON of Spark Connect's server names, else its python3"
 """The executors' Python behind a Connect session, where no task could say its path."""
-CHECK_TIMEOUT_S = 20.0
 _DEFAULT = "python3"
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
 _NOT_RUN = re.compile(r'Cannot run program "([^"]*)"')
+_NOT_STARTED = "Error from python worker"
 _NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= \S+ must be installed")
 
 
-def choose_python(context: Any) -> None:
+def choose_python(context: Any) -> bool:
     """Have the Python workers of a local master run this program's Python, unless the user chose one.
 
     In local mode PySpark's own choice would need an activated environment; this program's Python has the packages. The
     context knows what the executors run: a variable that was set after it was made has no effect.
 
-    Raises:
-        ExecutorPythonError: The user chose one, and it does not run or lacks packages.
+    Returns: whether the workers run this program's Python.
     """
     if context.pythonExec == _DEFAULT != os.environ.get("PYSPARK_PYTHON"):
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
             context.pythonExec = sys.executable
-    elif not _is_this_python(shutil.which(context.pythonExec)):
-        _check_program(str(context.pythonExec))
+        return True
+    return _is_this_python(shutil.which(context.pythonExec))
 
 
 def _is_this_python(program: str | None) -> bool:
@@ -55,23 +53,6 @@ def _is_this_python(program: str | None) -> bool:
     # The folder decides as well: the Python of a virtual environment is a link to the one that made it.
     same_folder = os.path.dirname(os.path.abspath(program)) == os.path.dirname(sys.executable)
     return same_folder and os.path.realpath(program) == os.path.realpath(sys.executable)
-
-
-def _check_program(program: str) -> None:
-    """Run a Python of this machine, and raise ExecutorPythonError if it cannot run workers."""
-    lacks = f"import importlib.util as u; print(' '.join(n for n in {NEEDED!r} if u.find_spec(n) is None))"
-    code = f"import sys; print(sys.executable); print('%d.%d.%d' % sys.version_info[:3]); {lacks}"
-    try:
-        done = subprocess.run([program, "-c", code], capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
-        # the last three lines: a sitecustomize or .pth file may print something first
-        path, version, missing = ["", "", "", *done.stdout.splitlines()][-3:]
-    except subprocess.TimeoutExpired:  # a machine that is busy says nothing about its Python
-        return
-    except OSError as error:
-        raise python_error(program, problem=f"it cannot be run ({error})") from None
-    if done.returncode != 0:
-        raise python_error(program, problem=f"it cannot be run ({(done.stderr.strip() or 'no message')[-200:]})")
-    refuse_python((path, version, missing.split()))
 
 
 def report_python(needed: Sequence[str] = NEEDED) -> Callable[[Any], list[tuple[str, str, list[str]]]]:
@@ -110,6 +91,8 @@ def python_error_of(error: BaseException, python: str, *, on_connect: bool = Fal
         return python_error(python, problem="its minor version is another one", on_connect=on_connect)
     if program := _NOT_RUN.search(text):
         return python_error(program[1], problem="there is no such program", on_connect=on_connect)
+    if _NOT_STARTED in text:
+        return python_error(python, problem="it does not start", on_connect=on_connect)
     if found := _NO_ARROW.search(text):
         package = (found[1] or found[2]).lower()
         problem = f"it has no {package}, or a version that is too old"

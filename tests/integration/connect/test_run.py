@@ -142,4 +142,4 @@ def test_interrupted_program_leaves_no_query_behind(server, session):
 
 def test_active_connect_session_is_used_without_spark(session, monkeypatch):
     monkeypatch.setattr(type(session), "_default_session", session)
-    assert checked_cluster().session is session
+    assert checked_cluster().context is session

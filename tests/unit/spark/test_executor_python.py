@@ -1,4 +1,4 @@
-"""The check of the Python that Spark is to start on this machine."""
+"""The Python that Spark starts on this machine, and what its errors say of one that cannot run workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.errors import ExecutorPythonError
-from spark_elastic.spark.executor_python import _check_program, choose_python
+from spark_elastic.spark.executor_python import choose_python, python_error_of, refuse_python
 
 
 def program(folder: Path, *commands: str) -> str:
@@ -17,24 +17,6 @@ def program(folder: Path, *commands: str) -> str:
     path.write_text("#!/bin/sh\n" + "\n".join(commands))
     path.chmod(0o755)
     return str(path)
-
-
-def test_a_python_that_prints_a_banner_is_accepted(tmp_path: Path) -> None:
-    _check_program(program(tmp_path, "echo welcome to this cluster", f'exec {sys.executable} "$@"'))
-
-
-def test_a_bare_python_with_a_banner_is_refused_with_its_own_path_and_version(tmp_path: Path) -> None:
-    bare = program(tmp_path, "echo welcome", f'exec {sys.executable} -S "$@"')
-    with pytest.raises(ExecutorPythonError, match=r"python\S* \(3\.\d+\.\d+\).*it has no "):
-        _check_program(bare)
-
-
-def test_a_program_that_is_no_python_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ExecutorPythonError, match="it cannot be run"):
-        _check_program(program(tmp_path, "exit 3"))
-
-
-# --- the choice in local mode -----------------------------------------------------------------------
 
 
 @dataclass
@@ -69,11 +51,35 @@ def test_a_variable_that_is_set_after_the_session_started_is_no_choice(
     assert context.pythonExec == sys.executable
 
 
-def test_the_python_that_the_variable_chose_is_checked_and_the_remedy_names_it_alone(
+def test_a_python_that_the_variable_chose_is_kept_and_has_to_be_looked_at(
     bare: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for chosen in (bare, "python3"):
         monkeypatch.setenv("PYSPARK_PYTHON", chosen)
-        with pytest.raises(ExecutorPythonError, match=r"set PYSPARK_PYTHON .*alone.*, to a Python 3") as error:
-            choose_python(Context(chosen))
-        assert sys.executable in str(error.value)
+        context = Context(chosen)
+        assert not choose_python(context)
+        assert context.pythonExec == chosen
+    assert choose_python(Context(sys.executable))
+
+
+def test_python_without_packages_is_refused_and_the_remedy_names_the_variable_alone() -> None:
+    with pytest.raises(ExecutorPythonError, match=r"set PYSPARK_PYTHON .*alone.*, to a Python 3") as error:
+        refuse_python(("/their/python3", "3.11.0", ["torch"]))
+    assert sys.executable in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ('java.io.IOException: Cannot run program "/no/python": error=2', "no such program"),
+        ("Error from python worker:\n  Segmentation fault\nPYTHONPATH was:\n  /x", "it does not start"),
+        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9", "its minor version is another one"),
+        ("No module named 'pyarrow'", "it has no pyarrow"),
+    ],
+)
+def test_error_of_a_job_says_what_is_wrong_with_the_python(said: str, problem: str) -> None:
+    assert problem in str(python_error_of(RuntimeError(said), "/their/python3"))
+
+
+def test_other_errors_of_a_job_are_not_about_the_python() -> None:
+    assert python_error_of(RuntimeError("Python worker exited unexpectedly (crashed)"), "python3") is None
