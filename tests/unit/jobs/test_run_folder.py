@@ -35,7 +35,7 @@ def test_a_run_id_that_names_nothing_is_refused(settings: dict[str, Any], why: s
 
 def test_a_run_without_a_name_gets_one_which_is_said(tmp_path: Path) -> None:
     with contextlib.ExitStack() as undo:
-        folders = [open_run(call(tmp_path), undo) for _ in range(2)]
+        folders = [open_run(call(tmp_path), None, undo) for _ in range(2)]
     assert folders[0].run_id != folders[1].run_id
     assert folders[0].in_words().endswith(f"give the same checkpoint_dir and run_id={folders[0].run_id!r}")
     assert folders[0].resumable().startswith("; nothing was committed in")
@@ -45,4 +45,4 @@ def test_the_folder_of_an_estimator_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "run.json").write_text(json.dumps({"rows": 3}))
     with contextlib.ExitStack() as undo, pytest.raises(CheckpointError, match="of an estimator; choose another run_id"):
-        open_run(call(tmp_path, run_id="one"), undo)
+        open_run(call(tmp_path, run_id="one"), None, undo)
