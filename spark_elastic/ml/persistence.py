@@ -61,7 +61,7 @@ class Codec(Protocol):
 class Savable(MLWritable, MLReadable[Any]):
     """Mixin of Params that are saved in this way."""
 
-    TOGETHER: tuple[str, ...] = ()
+    _saved_together: tuple[str, ...] = ()
     """Settings that share objects and are saved in one file: an optimizer and the model whose parameters it has."""
 
     @classmethod
@@ -133,7 +133,7 @@ class ElasticWriter(MLWriter):
         plain, objects, left_out = plain_and_objects(self.instance)
         beside = self.instance._objects()
         objects.update(beside)
-        stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
+        stored, files = _encode(objects, self.instance._saved_together, self.instance._codec())
         warn_of_trust(self.instance, stored, path)
         files.update(self.instance._files())
         target.write(_DATA, files)

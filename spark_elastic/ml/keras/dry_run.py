@@ -22,8 +22,8 @@ from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
+from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_arguments, seeds_of
-from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT, split_evenly
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, user_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +34,7 @@ from spark_elastic.ml.keras.metrics import (
     count_scalars_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
+from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
 from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
 from spark_elastic.ml.training.saving import CheckpointSchedule
@@ -41,13 +42,8 @@ from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import lost_peers_translated
 
-if TYPE_CHECKING:
-    from spark_elastic.ml.keras.training import KerasTraining
-
 ARRAYS = "state.npz"
 """The file of a checkpoint with all arrays."""
-MODEL_FILE = "model.weights.npz"
-"""The file in the run's store with the weights of the trained model, for `serialization.fill`."""
 
 
 # --- the model and the parts of its step --------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads, use_gpus
+from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -34,7 +34,7 @@ class ElasticKerasModel(ElasticModel):
         MissingExtraError: TensorFlow is not installed.
     """
 
-    NATIVE = "keras_model"
+    _native_name = "keras_model"
     _custom_objects: Mapping[str, Any] = {}
 
     def __init__(self, **settings: Any) -> None:

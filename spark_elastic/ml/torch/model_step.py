@@ -143,3 +143,8 @@ class ModelStep(ABC):
     @abstractmethod
     def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:
         """Call the model with some rows. In eval mode there may be no loss: a count of 0."""
+
+
+def model_step_of(train_fn: Any) -> ModelStep | None:
+    """Return the `train_fn` of a model that decides how it is trained; None for other models."""
+    return train_fn if isinstance(train_fn, ModelStep) else None

@@ -93,6 +93,11 @@ class Training:
         """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
 
+    @property
+    def model_nbytes(self) -> int:
+        """About the size of the trained model's file."""
+        raise NotImplementedError
+
     def plan_callbacks(self) -> list[Callback]:
         """Return the callbacks that carry out the checkpoint plan."""
         plan = self.checkpoints
