@@ -61,7 +61,7 @@ _WITH_CODE = (
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
 _OF_CLUSTER = {"storage_options", "run_options", "status_port"}
-"""Settings that do not tell one training from another of the same search."""
+"""Settings that do not distinguish the trainings of a search."""
 
 
 class FitRun(ABC, Generic[T, M]):

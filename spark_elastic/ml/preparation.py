@@ -199,7 +199,7 @@ class Columns:
         names = [field.name for field in training.dataset.layout.fields] if needs_labels else []
         self._needed = [name for name in names if name.startswith(LABEL) or name == WEIGHT]
 
-    def of(self, batch: Batch) -> Mapping[str, Any]:
+    def convert(self, batch: Batch) -> Mapping[str, Any]:
         """Return the columns by name. Raises `DataError` if `transformation_fn` returned unusable ones."""
         rows = batch.rows
         columns: Mapping[str, Any] = {

@@ -102,7 +102,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
         with leased_if_possible(run):
             yield run
     finally:
-        with contextlib.suppress(Exception):  # a store that is gone must not hide the error of the block
+        with contextlib.suppress(Exception):  # a store that fails must not hide the error of the block
             run.delete()
 
 

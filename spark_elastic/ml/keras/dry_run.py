@@ -175,7 +175,7 @@ def _losses(ready: PreparedModel, tensors: Any, of_part: Any, training: bool) ->
     """Return the values of the losses of some rows by name: those of `compile`, and those that layers add."""
     model, shares = ready.model, ready.shares
     x, y, weights = (*ready.feeder.structure(tensors), None)[:3]
-    with shares.of(of_part):
+    with shares.for_part(of_part):
         outputs = model(x, training=training)
         found = {
             f"added by {layer.name}": keras.ops.sum(value)

@@ -239,7 +239,7 @@ class KerasEngine(Engine):
         if self.best is not None and any(name.startswith("best/") for name in found):
             serialization.assign(self.best.variables, found, "best/")
         of_callbacks = {name[10:]: array for name, array in found.items() if name.startswith("callbacks/")}
-        self.callbacks.take_arrays(of_callbacks)
+        self.callbacks.load_arrays(of_callbacks)
         return (), ()
 
 

@@ -70,8 +70,8 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlace:
-    """The place of a step in the training: `step` optimizer steps so far, batch number `index` of this epoch."""
+class StepPosition:
+    """The position of a step in the training: `step` optimizer steps so far, batch number `index` of this epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -137,7 +137,7 @@ class ModelStep(ABC):
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
-    def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
+    def prepare(self, model: Any, position: StepPosition) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
 
     @abstractmethod

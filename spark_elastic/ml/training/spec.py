@@ -55,8 +55,8 @@ class Training:
         checkpoints: None: only checkpoints that callbacks request are written.
         resume_from: Name of the checkpoint to resume from.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
-        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they are told of the
-            epochs, and not waited for; None: there are none.
+        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs,
+            and no worker waits; None: there are none.
     """
 
     dataset: Dataset

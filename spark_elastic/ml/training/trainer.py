@@ -114,22 +114,22 @@ class Trainer:
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
         if self._begun and self.epoch_rows is not None:
-            self.epoch_rows.enter()
+            self.epoch_rows.resend()
         at = self.state.at
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
-        self.engine.enter(world.rank, world.size)
+        self.engine.set_world(world.rank, world.size)
         self.view.clear_requests()
         for reader in self._readers.values():
             reader.set_world(*self.engine.reader_world)
         if not self._begun:
             self._begun = True
-            self._checkpoints.begin()
+            self._checkpoints.restart_clock()
             if self.reporter is not None:
-                self.reporter.begin()
+                self.reporter.start()
             if self.epoch_rows is not None:
-                self.epoch_rows.begin()
+                self.epoch_rows.start()
             self.engine.seed_callbacks(CallbackEvent.FIT_BEGIN)
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
@@ -287,7 +287,7 @@ class Trainer:
     # --- end of an epoch --------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """Compute the epoch's row of the history, call the callbacks, and decide together whether to go on."""
+        """Compute the epoch's row of the history, call the callbacks, and decide together whether to continue."""
         at, view, engine = self.state.at, self.view, self.engine
         if not at.val_sums.size:
             engine.share_buffers()
