@@ -35,7 +35,15 @@ from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
 from spark_elastic.ml.results import WorkerResults
-from spark_elastic.ml.run_folder import check_room, described, digest, durable_run, leased_if_possible, transient_run
+from spark_elastic.ml.run_folder import (
+    check_room,
+    described,
+    digest,
+    durable_run,
+    identity_of_rows,
+    leased_if_possible,
+    transient_run,
+)
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
@@ -87,28 +95,27 @@ class FitRun(ABC, Generic[T, M]):
     """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
     worker_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables that workers need before they import anything."""
-
     train_fn: ClassVar[staticmethod[[Any], TrainingResult]]
     """The function that each worker calls with the training."""
     dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
     """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
 
-    context: Any = None
     rows: Dataset
     store: Store
-    resume_from: str | None = None
     training: T
+    trained: WorkerResults
     _df: Any
     _tensors: Tensors
-    trained: WorkerResults
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
         self._settings = settings
         self._shared = shared
         """The datasets of the other fits of the same `fitMultiple`."""
-        self._began = clock.wall()
+        self.context: Any = None
+        self.resume_from: str | None = None
         self.seconds: dict[str, float] = {}
+        self._began = clock.wall()
         self._events: list[dict[str, Any]] = []
         self._exits = contextlib.ExitStack()
 
@@ -125,10 +132,6 @@ class FitRun(ABC, Generic[T, M]):
     @property
     def _run_options(self) -> Mapping[str, Any]:
         return self.given("run_options") or {}
-
-    @property
-    def _data_options(self) -> Mapping[str, Any]:
-        return self.given("data_options") or {}
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -315,16 +318,7 @@ class FitRun(ABC, Generic[T, M]):
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
         return {
-            "rows": self.rows.rows("train"),
-            "tensors": [
-                [field.name, list(field.columns), field.dtype, list(field.shape)] for field in self.rows.layout.fields
-            ],
-            "seed": self.given("seed"),
-            "shuffle": self.given("shuffle"),
-            "shards": {
-                name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
-                for name, shards in self.rows.manifest.splits.items()
-            },
+            **identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
             **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
         }
 
@@ -366,7 +360,7 @@ class FitRun(ABC, Generic[T, M]):
             "driver_decides_s": self._session.decides_within_s,
             "fence": None if (lease := lease_of(store)) is None else lease.fence,
             **{name: self.given(name) for name in same},
-            **{name: value for name, value in self._data_options.items() if name in READ_OPTIONS},
+            **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
         }
 
     # --- callbacks --------------------------------------------------------------------------------

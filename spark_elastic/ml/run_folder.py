@@ -22,6 +22,7 @@ from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
 
 if TYPE_CHECKING:
+    from spark_elastic.data.dataset import Dataset
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
 
 log = logging.getLogger("spark_elastic.ml")
@@ -149,6 +150,20 @@ def durable_run(
         except OSError as error:
             raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
         yield None if latest is None else latest.name
+
+
+def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, Any]:
+    """Return the facts about the rows and their order that must be equal to resume from a checkpoint."""
+    return {
+        "rows": dataset.rows("train"),
+        "tensors": [[each.name, list(each.columns), each.dtype, list(each.shape)] for each in dataset.layout.fields],
+        "seed": seed,
+        "shuffle": shuffle,
+        "shards": {
+            name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
+            for name, shards in dataset.manifest.splits.items()
+        },
+    }
 
 
 def _check_identity(run: Store, identity: Mapping[str, Any], run_id: str | None) -> None:

@@ -381,14 +381,7 @@ class CheckpointParams(ElasticParams):
 
 
 class TrainingParams(
-    ModelParams,
-    FeatureParams,
-    LabelParams,
-    BatchParams,
-    GradientParams,
-    ClusterParams,
-    CheckpointParams,
-    StorageParams,
+    ModelParams, FeatureParams, LabelParams, BatchParams, GradientParams, ClusterParams, CheckpointParams, StorageParams
 ):
     """The settings of a fit."""
 

@@ -227,11 +227,8 @@ class TorchEngine(Engine):
     def after_epoch(self, row: Mapping[str, float]) -> None:
         self.schedule.after_epoch(row)
 
-    def keep_best(self) -> None:
-        load_state(self.best, state_of(self.model))
-
-    def use_best(self) -> None:
-        load_state(self.model, state_of(self.best))
+    def copy_weights(self, source: torch.nn.Module, target: torch.nn.Module) -> None:
+        load_state(target, state_of(source))
 
     def finish(self) -> None:
         self.optimizer.detach()  # frees the gradients' buckets, which are as large as the file of the model

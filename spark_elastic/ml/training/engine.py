@@ -193,12 +193,8 @@ class Engine(ABC):
         """Share what only some workers' callbacks changed at the end of the epoch, with a collective."""
 
     @abstractmethod
-    def keep_best(self) -> None:
-        """Copy the present weights to `best`."""
-
-    @abstractmethod
-    def use_best(self) -> None:
-        """Give the model the weights of `best`."""
+    def copy_weights(self, source: Any, target: Any) -> None:
+        """Copy the weights of the model to `best`, or back."""
 
     def finish(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Finish the model after the last step. May be called again."""
