@@ -127,7 +127,7 @@ class FitRun(ABC, Generic[T, M]):
 
     def given(self, name: str) -> Any:
         """Return the value of a setting, or its default."""
-        return self._settings._given(name)
+        return self._settings.getOrDefault(name)
 
     @property
     def _run_options(self) -> Mapping[str, Any]:
