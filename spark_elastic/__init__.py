@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
     from spark_elastic.jobs.job import ElasticJob
     from spark_elastic.jobs.run import run, run_async
+    from spark_elastic.ml.callbacks import (
+        BestCheckpoint,
+        Callback,
+        EarlyStopping,
+        HistoryLogger,
+        LambdaCallback,
+    )
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
@@ -33,17 +40,22 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BatchReader",
+    "BestCheckpoint",
+    "Callback",
     "DriverCallback",
     "DriverResult",
     "DriverRun",
+    "EarlyStopping",
     "ElasticJob",
     "ElasticKerasEstimator",
     "ElasticKerasModel",
     "ElasticTorchEstimator",
     "ElasticTorchModel",
     "FixedHosts",
+    "HistoryLogger",
     "HostDiscovery",
     "HostDiscoveryScript",
+    "LambdaCallback",
     "LocalLauncher",
     "MLflowCallback",
     "MembershipChange",
@@ -61,17 +73,22 @@ __all__ = [
 # Imported on first use: workers import this package too, and need nothing of the driver's side.
 _MODULES = {
     "BatchReader": "spark_elastic.data.reader",
+    "BestCheckpoint": "spark_elastic.ml.callbacks",
+    "Callback": "spark_elastic.ml.callbacks",
     "DriverCallback": "spark_elastic.jobs.driver_callbacks",
     "DriverResult": "spark_elastic.jobs.driver_callbacks",
     "DriverRun": "spark_elastic.jobs.driver_callbacks",
+    "EarlyStopping": "spark_elastic.ml.callbacks",
     "ElasticJob": "spark_elastic.jobs.job",
     "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
     "ElasticKerasModel": "spark_elastic.ml.keras.model",
     "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
     "ElasticTorchModel": "spark_elastic.ml.torch.model",
     "FixedHosts": "spark_elastic.driver.hosts",
+    "HistoryLogger": "spark_elastic.ml.callbacks",
     "HostDiscovery": "spark_elastic.driver.hosts",
     "HostDiscoveryScript": "spark_elastic.driver.hosts",
+    "LambdaCallback": "spark_elastic.ml.callbacks",
     "LocalLauncher": "spark_elastic.driver.launcher",
     "MLflowCallback": "spark_elastic.trackers.mlflow",
     "MembershipChange": "spark_elastic.reporting.event_log",

@@ -15,8 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sklearn.datasets import load_digits
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic import Callback, ElasticTorchEstimator
 
 
 def main(options: argparse.Namespace) -> None:

@@ -55,8 +55,8 @@ class Run(Protocol):
         """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`.
 
         Any worker may call it. Other workers hear of a request of `on_batch_end` in the next step's reduction: if all
-        workers that have made it are lost before, it is lost with them. So make it in all workers where all can tell,
-        or again at the next event.
+        workers that have made it are lost before, it is lost with them. So make it in all workers if all have the
+        reason, or again at the next event.
         """
 
     def checkpoint(self, *, best: bool = False) -> None:

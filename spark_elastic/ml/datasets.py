@@ -1,33 +1,89 @@
-"""The dataset of an estimator's fit: check one that was written before, and share it between fits."""
+"""The rows of an estimator's fit: write them, check those that were written before, and share them between fits."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from spark_elastic.data.catalog import delete_unless_used
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.manifest import MANIFEST_NAME, TensorField
-from spark_elastic.errors import DatasetError, InvalidSettingsError
-from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError
+from spark_elastic.ml.params import ElasticParams
+from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Tensors, flat_names, model_inputs
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
 
-if TYPE_CHECKING:
-    from spark_elastic.ml.params import ElasticParams
+_ESTIMATOR_NAMES = {
+    "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
+    "shapes": "shapes= is input_shapes=[...] and label_shapes=[...]",
+    "pad_to": "pad_to= and variable= go into data_options={{...}}",
+}
+_DATA_OPTION = "{}= goes into data_options={{...}}"
+"""Advice for arguments of `materialize` that a `DataError` names in its `settings`: their names in an estimator."""
 
 
-def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return the fields of features_0, features_1, ...; a shape in the setting `input_shapes` replaces the stored."""
-    stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
-    given = itertools.chain(shapes or (), itertools.repeat(None))
-    return tuple(
-        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
-    )
+class SharedDatasets:
+    """Datasets that several fits on one DataFrame share. The last fit deletes those that are not to be kept."""
+
+    def __init__(self, fits: int) -> None:
+        self._fits_left = fits
+        self._lock = threading.Lock()
+        self._datasets: dict[str, Dataset] = {}
+
+    def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
+        with self._lock:
+            if key not in self._datasets or not self._datasets[key].store.exists(MANIFEST_NAME):
+                self._datasets[key] = write()
+            return self._datasets[key]
+
+    def done(self) -> None:
+        """End one of the fits."""
+        with self._lock:
+            self._fits_left -= 1
+            if self._fits_left == 0:
+                for dataset in self._datasets.values():
+                    delete_unless_used(dataset.store)
+
+
+# --- write ------------------------------------------------------------------------------------
+
+
+def written_rows(
+    df: Any, tensors: Tensors, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
+) -> Dataset:
+    """Write the rows of a DataFrame, or find them under the `dataset_id`, or among those of other fits.
+
+    `given` returns the value of a setting. Raises as `spark_elastic.materialize` does.
+    """
+    from spark_elastic.data.materialization import materialize
+
+    settings = {
+        "tensors": tensors.columns,
+        "dtypes": tensors.dtypes,
+        "shapes": tensors.shapes,
+        "validation": given("validation"),
+        "seed": given("seed"),
+        **{name: value for name, value in (given("data_options") or {}).items() if name in WRITE_OPTIONS},
+    }
+    # the folds of a CrossValidator are other rows each, so no name may find one in place of another
+    name = given("dataset_id") if shared is None else None
+    kept = bool(given("keep_dataset")) or name is not None
+
+    def write() -> Dataset:
+        try:
+            return materialize(df, store=store, dataset_id=name, keep=kept, verbose=given("verbose"), **settings)
+        except DataError as error:
+            advice = [_ESTIMATOR_NAMES.get(each, _DATA_OPTION).format(each) for each in getattr(error, "settings", ())]
+            if advice:
+                error.message += f"\n(of an estimator: {'; '.join(advice)})"
+            raise
+
+    return write() if shared is None else shared.get(json.dumps(settings, sort_keys=True, default=repr), write)
 
 
 # --- checks of a dataset that was written before ----------------------------------------------
@@ -44,11 +100,11 @@ def check_tensors(dataset: Dataset) -> None:
         )
 
 
-def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
+def check_stored_settings(dataset: Dataset, settings: ElasticParams) -> None:
     """Raise if a setting is about writing rows, or if settings about columns differ from those of the dataset."""
-    given, where = estimator.getOrDefault, dataset.store.url
+    given, where = settings.getOrDefault, dataset.store.url
     options = given("data_options") or {}
-    of_writing = [name for name in ("dataset_id", "keep_dataset") if estimator.isSet(name) and given(name)]
+    of_writing = [name for name in ("dataset_id", "keep_dataset") if settings.isSet(name) and given(name)]
     of_writing += [f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options]
     if of_writing:
         raise InvalidSettingsError(
@@ -76,34 +132,3 @@ def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
             f"validation={given('validation')!r}, but the dataset in {where} was written without validation= and has "
             "no such rows; leave it out, or write the dataset again"
         )
-
-
-def flat_names(names: Sequence[Any]) -> list[str]:
-    """Return the column names in a list of names or of lists of names."""
-    return [each for name in names for each in (name if isinstance(name, list) else [name])]
-
-
-# --- several fits on one DataFrame, as a CrossValidator does ------------------------------------
-
-
-class SharedDatasets:
-    """Datasets that several fits on one DataFrame share. The last fit deletes those that are not to be kept."""
-
-    def __init__(self, fits: int) -> None:
-        self._fits_left = fits
-        self._lock = threading.Lock()
-        self._datasets: dict[str, Dataset] = {}
-
-    def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
-        with self._lock:
-            if key not in self._datasets or not self._datasets[key].store.exists(MANIFEST_NAME):
-                self._datasets[key] = write()
-            return self._datasets[key]
-
-    def done(self) -> None:
-        """End one of the fits."""
-        with self._lock:
-            self._fits_left -= 1
-            if self._fits_left == 0:
-                for dataset in self._datasets.values():
-                    delete_unless_used(dataset.store)

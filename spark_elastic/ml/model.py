@@ -137,7 +137,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     `feature_cols` may be set to other names than those it was trained on, in the same grouping.
     """
 
-    NATIVE = "module"
+    _native_name = "module"
     """The attribute with the framework's own model."""
     _native: Any = None
     _fitted: Fitted | None = None
@@ -280,8 +280,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def _native_model(self) -> Any:
         if self._native is None:
             raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no {self.NATIVE}; call fit or load "
-                "first"
+                f"this {type(self).__name__} was not made by a fit or load, and has no {self._native_name}; call fit "
+                "or load first"
             )
         return self._native
 
@@ -318,7 +318,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         if not outputs:
             raise InvalidSettingsError(
                 f"the model cannot be called with its features alone: {self._facts_of_fit().why_not}; use "
-                f"`{self.NATIVE}` itself"
+                f"`{self._native_name}` itself"
             )
         names = self.getOrDefault("output_cols")
         if names is None:

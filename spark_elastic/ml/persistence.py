@@ -61,7 +61,7 @@ class Codec(Protocol):
 class Savable(MLWritable, MLReadable[Any]):
     """Mixin of Params that are saved in this way."""
 
-    TOGETHER: tuple[str, ...] = ()
+    _saved_together: tuple[str, ...] = ()
     """Settings that share objects and are saved in one file: an optimizer and the model whose parameters it has."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Savable(MLWritable, MLReadable[Any]):
         return []
 
     @classmethod
-    def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of `_objects` that this process has already, so that their files are not read."""
         return {}
 
@@ -133,7 +133,7 @@ class ElasticWriter(MLWriter):
         plain, objects, left_out = plain_and_objects(self.instance)
         beside = self.instance._objects()
         objects.update(beside)
-        stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
+        stored, files = _encode(objects, self.instance._saved_together, self.instance._codec())
         warn_of_trust(self.instance, stored, path)
         files.update(self.instance._files())
         target.write(_DATA, files)
@@ -160,7 +160,7 @@ class _Saved:
         self.stored: Mapping[str, str] = typed(about, "stored", dict)
         """"safe:file" or "pickled:file" for each other setting and object."""
         if not all(isinstance(where, str) for where in self.stored.values()):
-            raise ValueError(f"stored is {self.stored!r:.80}, not the places of settings")
+            raise ValueError(f"stored is {self.stored!r:.80}, not the files of settings")
         self.objects = names_in(about, "objects")
         """Those of `stored` that are no settings."""
         self.files = names_in(about, "files")
@@ -214,7 +214,7 @@ class ElasticReader(MLReader[T], Generic[T]):
                 )
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
-        instead = {**self._cls._at_hand(saved.facts), **self._instead}
+        instead = {**self._cls._present(saved.facts), **self._instead}
         stored = {name: where for name, where in saved.stored.items() if name not in instead}
         with trusted_files(trusted):
             values = {**_decode(stored, files, codec, trusted, path), **instead}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from spark_elastic.data.columns import INTEGERS, REALS, TEXTS, TIMES, element_ty
 from spark_elastic.errors import DataError, InvalidSettingsError
 
 if TYPE_CHECKING:
+    from spark_elastic.data.dataset import Dataset
+    from spark_elastic.data.manifest import TensorField
     from spark_elastic.data.reader import Batch
     from spark_elastic.ml.training.spec import Training
 
@@ -45,6 +47,20 @@ def numbered(prefix: str, tensors: Mapping[str, Any]) -> list[Any]:
     while f"{prefix}{len(found)}" in tensors:
         found.append(tensors[f"{prefix}{len(found)}"])
     return found
+
+
+def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
+    """Return the fields of features_0, features_1, ...; a shape in the setting `input_shapes` replaces the stored."""
+    stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
+    given = itertools.chain(shapes or (), itertools.repeat(None))
+    return tuple(
+        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
+    )
+
+
+def flat_names(names: Sequence[Any]) -> list[str]:
+    """Return the column names in a list of names or of lists of names."""
+    return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
 def features(
@@ -183,7 +199,7 @@ class Columns:
         names = [field.name for field in training.dataset.layout.fields] if needs_labels else []
         self._needed = [name for name in names if name.startswith(LABEL) or name == WEIGHT]
 
-    def of(self, batch: Batch) -> Mapping[str, Any]:
+    def convert(self, batch: Batch) -> Mapping[str, Any]:
         """Return the columns by name. Raises `DataError` if `transformation_fn` returned unusable ones."""
         rows = batch.rows
         columns: Mapping[str, Any] = {

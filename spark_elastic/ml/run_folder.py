@@ -14,20 +14,15 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic import clock
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
-from spark_elastic.ml.datasets import SharedDatasets
-from spark_elastic.ml.shared_params import CheckpointParams, ClusterParams, StorageParams
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
-from spark_elastic.spark.cluster import Cluster
 
 if TYPE_CHECKING:
+    from spark_elastic.data.dataset import Dataset
     from spark_elastic.ml.training.spec import CheckpointPlan, Training
 
 log = logging.getLogger("spark_elastic.ml")
@@ -108,7 +103,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
         with leased_if_possible(run):
             yield run
     finally:
-        with contextlib.suppress(Exception):  # a store that is gone must not hide the error of the block
+        with contextlib.suppress(Exception):  # a store that fails must not hide the error of the block
             run.delete()
 
 
@@ -127,124 +122,75 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
     return removed
 
 
-class RunFolders(ClusterParams, CheckpointParams, StorageParams):
-    """The part of an estimator that deals with `checkpoint_dir`, `run_id` and `resume`."""
+@contextlib.contextmanager
+def durable_run(
+    runs: Store, name: str, identity: Mapping[str, Any], run_id: str | None, resume: bool
+) -> Iterator[str | None]:
+    """Acquire the folder `name` below `runs`; yields the name of the checkpoint in it to resume from, if there is one.
 
-    DECIDING: tuple[str, ...] = (
-        *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
-        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
-    )
-    """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
-    _shared_datasets: SharedDatasets | None = None
-    """Within `fitMultiple`: the datasets that are written for the same DataFrame."""
+    `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. `run_id` is
+    the setting, for errors.
 
-    def _launcher(self) -> Any:
-        return (self._given("run_options") or {}).get("launcher")
-
-    def _base_store(self) -> Store:
-        return Store.create(self._given("store"), self._given("storage_options"))
-
-    def _runs(self) -> Store:
-        """Return the parent of the run folders: `checkpoint_dir`, or a folder in the store."""
-        checkpoint_dir = self._given("checkpoint_dir")
-        if checkpoint_dir is None:
-            return self._base_store().sub("runs")
-        return Store.create(checkpoint_dir, self._given("storage_options"))
-
-    def _check_shared(self, cluster: Cluster) -> None:
-        """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
-
-        Sends this package to the executors first if `run_options` ask for it: the tasks that look at the folders need
-        it, and so do those that write rows later.
-        """
-        if (self._given("run_options") or {}).get("ship_package"):
-            cluster.ship_package()
-        if self._launcher() is None:
-            ensure_shared(self._runs(), cluster)
-
-    @contextlib.contextmanager
-    def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
-        """Hold the folder of this run; yields it with the name of the checkpoint to resume from, if there is one.
-
-        Without `checkpoint_dir` the folder is removed in the end.
-
-        Raises:
-            RunTakenError: Another driver holds the run.
-            CheckpointError: The checkpoints are damaged, or of another training.
-            StoreError: The folder cannot be used.
-        """
-        runs = self._runs()
-        if self._given("checkpoint_dir") is None:
-            with transient_run(runs) as run:
-                yield run, None
-            return
-        identity = self._identity(dataset)
-        run_id = self._given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
-        if self._shared_datasets is not None:  # one of several trainings, each with its own checkpoints
-            of_the_cluster = {"storage_options", "run_options", "status_port"}
-            names = {param.name for param in self._paramMap if self._is_given(param.name)} - of_the_cluster
-            run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
-        run = runs.sub(run_id)
-        with contextlib.ExitStack() as lease:
-            try:
-                held = lease.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
-                if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
-                    clear(run, held)
-                latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
-                if latest is not None:
-                    self._check_identity(run, identity)
-                else:
-                    text = json.dumps(identity, indent=1).encode()
-                    run.write_bytes(_IDENTITY_FILE, text, check=held.check)
-            except OSError as error:
-                raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-            yield run, None if latest is None else latest.name
-
-    def _identity(self, dataset: Dataset) -> dict[str, Any]:
-        """Return the facts that must be equal for a training to resume from a checkpoint."""
-        return {
-            "rows": dataset.rows("train"),
-            "tensors": [
-                [field.name, list(field.columns), field.dtype, list(field.shape)] for field in dataset.layout.fields
-            ],
-            "seed": self._given("seed"),
-            "shuffle": self._given("shuffle"),
-            "shards": {
-                name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
-                for name, shards in dataset.manifest.splits.items()
-            },
-            **{name: self._described(name) for name in self.DECIDING if self._is_given(name)},
-        }
-
-    def _described(self, name: str) -> str:
-        return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
-
-    def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
+    Raises:
+        RunTakenError: Another driver has the run.
+        CheckpointError: The checkpoints are damaged, or of another training.
+        StoreError: The folder cannot be used.
+    """
+    run = runs.sub(name)
+    with contextlib.ExitStack() as lease:
         try:
-            found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
-            if not isinstance(found, dict):
-                raise ValueError(f"a {type(found).__name__}, not an object")
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
-                f"{error}. Choose another run_id, or set resume=False to delete them and start over"
-            ) from error
-        different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
-        if different[:1] == ["shards"]:
-            raise CheckpointError(
-                f"run_id={self._given('run_id')!r} has checkpoints of other rows: the present rows "
-                "differ in values, in text or arrays of variable length, or in their order, which a checkpoint needs "
-                "to know the rows of its epoch that were used. Train on the dataset that was written then (dataset_id, "
-                "from_dataset_path), choose another run_id, or set resume=False to replace the checkpoints"
-            )
-        if different:
-            name = different[0]
-            raise CheckpointError(
-                f"run_id={self._given('run_id')!r} has checkpoints of another training: {name} was "
-                f"{found.get(name)!r:.80} and is {identity.get(name)!r:.80} now. Choose another run_id, or set "
-                "resume=False to replace them"
-            )
+            held = lease.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+            if not resume and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
+                clear(run, held)
+            latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
+            if latest is not None:
+                _check_identity(run, identity, run_id)
+            else:
+                run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=held.check)
+        except OSError as error:
+            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
+        yield None if latest is None else latest.name
+
+
+def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, Any]:
+    """Return the facts about the rows and their order that must be equal to resume from a checkpoint."""
+    return {
+        "rows": dataset.rows("train"),
+        "tensors": [[each.name, list(each.columns), each.dtype, list(each.shape)] for each in dataset.layout.fields],
+        "seed": seed,
+        "shuffle": shuffle,
+        "shards": {
+            name: digest([[each.rows, each.crc32, each.sidecar_crc32] for each in shards], 32)
+            for name, shards in dataset.manifest.splits.items()
+        },
+    }
+
+
+def _check_identity(run: Store, identity: Mapping[str, Any], run_id: str | None) -> None:
+    """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
+    try:
+        found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
+            f"{error}. Choose another run_id, or set resume=False to delete them and start over"
+        ) from error
+    different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
+    if different[:1] == ["shards"]:
+        raise CheckpointError(
+            f"run_id={run_id!r} has checkpoints of other rows: the present rows "
+            "differ in values, in text or arrays of variable length, or in their order, which a checkpoint needs "
+            "to know the rows of its epoch that were used. Train on the dataset that was written then (dataset_id, "
+            "from_dataset_path), choose another run_id, or set resume=False to replace the checkpoints"
+        )
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"run_id={run_id!r} has checkpoints of another training: {name} was {found.get(name)!r:.80} and is "
+            f"{identity.get(name)!r:.80} now. Choose another run_id, or set resume=False to replace them"
+        )
 
 
 def clear(run: Store, lease: RunLease) -> None:

@@ -113,9 +113,9 @@ class SparkFolder:
     def qualified(self, path: str) -> str:
         from py4j.protocol import Py4JJavaError
 
-        place = self._hadoop.Path(path)
+        target = self._hadoop.Path(path)
         try:
-            return str(place.getFileSystem(self._configuration).makeQualified(place).toString())
+            return str(target.getFileSystem(self._configuration).makeQualified(target).toString())
         except Py4JJavaError:  # this Spark cannot load anything from that filesystem
             return path
 

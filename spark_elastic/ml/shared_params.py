@@ -380,6 +380,12 @@ class CheckpointParams(ElasticParams):
             )
 
 
+class TrainingParams(
+    ModelParams, FeatureParams, LabelParams, BatchParams, GradientParams, ClusterParams, CheckpointParams, StorageParams
+):
+    """The settings of a fit."""
+
+
 class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 

@@ -20,14 +20,14 @@ NATIVE_NAME, SPARK_NAME = "native_model", "spark_model"
 
 def log_native(model: Any, registered_model_name: str | None = None) -> None:
     """Log the module or Keras model as `native_model`, with a signature; it loads without Spark."""
-    flavour = "pytorch" if model.NATIVE == "module" else "keras"
+    flavour = "pytorch" if model._native_name == "module" else "keras"
     # not inferred: that would load the model in another process, which takes longer than many fits
     packages = ["torch"]
     if flavour == "keras":
         packages = ["keras", importlib.import_module("keras").backend.backend()]  # the name of its package
     _log(
         importlib.import_module(f"mlflow.{flavour}").log_model,
-        getattr(model, model.NATIVE),
+        getattr(model, model._native_name),
         name=NATIVE_NAME,
         signature=_signature(model),
         pip_requirements=_pinned(["mlflow", *packages, "numpy", "cloudpickle"]),

@@ -482,7 +482,7 @@ def modules_of(function: bytes) -> tuple[str, ...]:
         return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
     if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
         return ("torch", "keras", "spark_elastic.collective.operations")
-    of_estimator = ("spark_elastic.ml.torch.training",) if b"spark_elastic.ml" in function else ()
+    of_estimator = ("spark_elastic.ml.torch.train",) if b"spark_elastic.ml" in function else ()
     compiles = ("torch._dynamo",) if b"compile" in function else ()  # or else no worker needs it
     return ("torch", "spark_elastic.torch", *of_estimator, *compiles)
 

@@ -80,7 +80,7 @@ class KerasCallback(Callback):
         self.call(run, "on_test_end", {name.removeprefix("val_"): value for name, value in logs.items()})
 
     def on_epoch_end(self, run: Run, logs: Logs) -> None:
-        self.call(run, "on_epoch_end", run.epoch, self._shared.of(logs))
+        self.call(run, "on_epoch_end", run.epoch, self._shared.logs(logs))
 
     def on_fit_end(self, run: Run) -> None:
         if not self._ended:  # the end of a fit is repeated when a worker is lost in it
@@ -147,7 +147,7 @@ class SharedLogs:
         self._row: Logs = {}
         self._logs: dict[str, Any] = {}
 
-    def of(self, row: Logs) -> dict[str, Any]:
+    def logs(self, row: Logs) -> dict[str, Any]:
         if row is not self._row:
             self._row, self._logs = row, {name: value for name, value in row.items() if name not in FACTS}
         return self._logs
@@ -201,7 +201,7 @@ class KerasCallbacks:
     def arrays(self) -> dict[str, Any]:
         return {f"{at}/{name}": array for at, one in self._adapted.items() for name, array in one.arrays().items()}
 
-    def take_arrays(self, arrays: Mapping[str, Any]) -> None:
+    def load_arrays(self, arrays: Mapping[str, Any]) -> None:
         for name, array in arrays.items():
             at, _, own = name.partition("/")
             self._adapted[at].loaded_arrays[own] = array

@@ -22,8 +22,8 @@ from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
+from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.steps import GradientRecord, buffers_of, part_arguments, seeds_of
-from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.preparation import LABEL, WEIGHT, split_evenly
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, user_code
@@ -175,7 +175,7 @@ def _losses(ready: PreparedModel, tensors: Any, of_part: Any, training: bool) ->
     """Return the values of the losses of some rows by name: those of `compile`, and those that layers add."""
     model, shares = ready.model, ready.shares
     x, y, weights = (*ready.feeder.structure(tensors), None)[:3]
-    with shares.of(of_part):
+    with shares.for_part(of_part):
         outputs = model(x, training=training)
         found = {
             f"added by {layer.name}": keras.ops.sum(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -34,20 +34,15 @@ from spark_elastic.ml.keras.metrics import (
     count_scalars_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
+from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, part_arguments, seeds_of
-from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
-from spark_elastic.ml.training.saving import CheckpointSchedule
+from spark_elastic.ml.training.engine import Engine, Measured, first_rows
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import lost_peers_translated
 
-if TYPE_CHECKING:
-    from spark_elastic.ml.keras.training import KerasTraining
-
 ARRAYS = "state.npz"
 """The file of a checkpoint with all arrays."""
-MODEL_FILE = "model.weights.npz"
-"""The file in the run's store with the weights of the trained model, for `serialization.fill`."""
 
 
 # --- the model and the parts of its step --------------------------------------------------------------
@@ -203,11 +198,8 @@ class KerasEngine(Engine):
     def after_callbacks(self) -> None:
         self.callbacks.agree(self._rank, self._size)
 
-    def keep_best(self) -> None:
-        _copy(self.model, self.best)
-
-    def use_best(self) -> None:
-        _copy(self.best, self.model)
+    def copy_weights(self, source: Any, target: Any) -> None:
+        values.restore_values(target.variables, values.copy_values(source.variables))
 
     def finish(self) -> None:
         # the averages of an optimizer with use_ema=True become the weights, as at the end of `model.fit`
@@ -243,16 +235,12 @@ class KerasEngine(Engine):
         if self.best is not None and any(name.startswith("best/") for name in found):
             serialization.assign(self.best.variables, found, "best/")
         of_callbacks = {name[10:]: array for name, array in found.items() if name.startswith("callbacks/")}
-        self.callbacks.take_arrays(of_callbacks)
+        self.callbacks.load_arrays(of_callbacks)
         return (), ()
 
 
 def _has_nan(array: Any) -> bool:
     return array.dtype.kind not in "biu" and bool((array != array).any())
-
-
-def _copy(source: Any, target: Any) -> None:
-    values.restore_values(target.variables, values.copy_values(source.variables))
 
 
 # --- the training -------------------------------------------------------------------------------------
@@ -279,18 +267,10 @@ def assemble(training: KerasTraining) -> Trainer:
     callbacks = [*adapt_callbacks(given, training, ready.model), *training.plan_callbacks()]
     check_one_best(callbacks)
     best = training.model.load() if any(callback.restores_best for callback in callbacks) else None
-    engine = KerasEngine(training, ready, best, KerasCallbacks(callbacks, ready.model))
-    checkpoints = CheckpointSchedule(training, engine, callbacks)
+    states = KerasCallbacks(callbacks, ready.model)
+    engine = KerasEngine(training, ready, best, states)
 
     def handler_of(value: Any) -> StateHandler | None:
         return handler_for(value, lambda: {"model": engine.model})
 
-    elastic_values = {
-        "model": engine.model,
-        "optimizer": engine.optimizer,
-        "best": best,
-        "callbacks": engine.callbacks,
-        "at": checkpoints.first_progress(),
-    }
-    state = TrainingState(handler_of, partial(EngineSteps, engine), elastic_values)
-    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
+    return Trainer(training, engine, callbacks, states, handler_of, partial(EngineSteps, engine))

@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pyspark.ml.param import Param
 
-from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
-from spark_elastic.ml.keras.pickling import KerasPickle, dumps
-from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, global_config, train
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.keras.tensorflow_setup import check_backend
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list
-from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -39,18 +33,14 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
     import keras
 
-    from spark_elastic.ml.keras.compiling import CompileArguments
+    from spark_elastic.ml.keras.fit import KerasFit
 
     KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
     KerasCallback: TypeAlias = Callback | DriverCallback | keras.callbacks.Callback
-
-COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-"""Settings that default to those that the model was compiled with."""
 
 
 class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
@@ -87,8 +77,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         MissingExtraError: TensorFlow is not installed.
     """
 
-    TOGETHER: tuple[str, ...] = ()
-    DECIDING = (*ElasticEstimator.DECIDING, "custom_objects")
+    _saved_together: tuple[str, ...] = ()
 
     model: Param[keras.Model | None]
     optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
@@ -220,208 +209,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 if name not in losses:
                     raise InvalidSettingsError(f"loss_weights has {name!r}, and loss has {', '.join(losses)}")
 
-    def _check_framework(self) -> None:
-        import keras
+    def _fit_run(self) -> KerasFit:
+        from spark_elastic.ml.keras.fit import KerasFit
 
-        from spark_elastic.ml.keras.callbacks import check_callbacks
-        from spark_elastic.ml.keras.compiling import check_losses, compiled_with
-
-        model = self._given("model")
-        if not isinstance(model, keras.Model):
-            raise InvalidSettingsError(_no_model(model))
-        compiled = self._compile_arguments()
-        if compiled.loss is None and not compiled_with(model):
-            raise InvalidSettingsError("loss is not set, and the model is not compiled; set it, or compile the model")
-        check_losses(model, compiled.loss, self._given("label_cols"))
-        for each in getattr(model, "inputs", None) or ():
-            if each.shape[0] is not None:
-                raise InvalidSettingsError(
-                    f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
-                    "shares of a batch that have any size; create it with shape= instead of batch_shape="
-                )
-        check_callbacks(self._worker_callbacks())
-        for name in ("device", "transform_device"):
-            if self._given(name) not in (None, "auto"):
-                device_name(self._given(name))
-
-    def _given(self, name: str) -> Any:
-        """Return the value of a setting, or its default; those of the inputs in the order of the model's inputs."""
-        value = super()._given(name)
-        if name not in ("feature_cols", "input_shapes", "input_dtypes") or not isinstance(value, list):
-            return value
-        if any(super(ElasticKerasEstimator, self)._given(each) for each in ("transformation_fn", "inference_fn")):
-            return value  # which are given the tensors in the order of feature_cols
-        from spark_elastic.ml.keras.compiling import order_by_name
-
-        order = order_by_name(super()._given("model"), super()._given("feature_cols") or [])
-        return value if order is None or len(order) != len(value) else [value[at] for at in order]
-
-    def _compile_arguments(self) -> CompileArguments:
-        from spark_elastic.ml.keras.compiling import compile_arguments
-
-        return compile_arguments(self._given("model"), **{name: self._given(name) for name in COMPILED})
-
-    def _takes_float32(self, tensor: str) -> bool:
-        inputs = getattr(self._given("model"), "inputs", None) or []
-        at = int(tensor.removeprefix(INPUT)) if tensor.startswith(INPUT) else len(inputs)
-        return at < len(inputs) and str(inputs[at].dtype) == "float32"
-
-    def _losses(self) -> list[Any]:
-        """Return the loss of each label; [] if the model adds its own."""
-        from spark_elastic.ml.keras.compiling import check_losses
-
-        labels = self._given("label_cols") or []
-        pairs = check_losses(self._given("model"), self._compile_arguments().loss, labels)
-        return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
-
-    def _label_dtypes(self) -> list[str | None]:
-        from spark_elastic.ml.keras.compiling import label_dtype
-
-        return [label_dtype(loss) for loss in self._losses()]
-
-    def _tensors(self, schema: Any) -> Tensors:
-        from spark_elastic.ml.keras import compiling
-
-        made = super()._tensors(schema)
-        if self._given("transformation_fn") is not None:
-            return made
-        if self._given("input_dtypes") is None:
-            # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
-            made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
-        for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
-            kind = compiling.loss_kind(loss)
-            if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
-                raise DataError(
-                    f"label_cols {name!r} is one number a row, but {compiling.name_of(loss)} needs a value for each "
-                    "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
-                    "(OneHotEncoder with dropLast=False)"
-                )
-        return made
-
-    def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
-        from spark_elastic.ml.keras.compiling import values_of
-
-        model, compiled = self._built_model(dataset), self._compile_arguments()
-        if not compiled.optimizer.built and (steps := int(compiled.optimizer.iterations.numpy())):
-            raise InvalidSettingsError(
-                f"the optimizer counts {steps} iterations and has no values for the weights, so workers would begin "
-                "at 0; call its build(model.trainable_variables) before, or give a schedule that begins there"
-            )
-        return KerasTraining(
-            **self._common_settings(dataset, run, resume_from),
-            model=self._sealed("model", model),
-            compiled=self._sealed("the compile settings", compiled),
-            optimizer_values=values_of(compiled.optimizer),
-            callbacks=self._sealed("callbacks", self._worker_callbacks()),
-            config=global_config(),
-        )
-
-    def _built_model(self, dataset: Dataset) -> Any:
-        """Return the given model if it is built, else a copy that is built for the columns."""
-        from spark_elastic.ml.keras.compiling import build_for, check_named, check_order, input_names
-
-        model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
-        names = input_names(model)
-        if names is not None and len(names) != len(inputs) and self._given("transformation_fn") is None:
-            found = ", ".join("+".join(field.columns) for field in inputs)
-            raise InvalidSettingsError(
-                f"the model has {len(names)} inputs ({', '.join(names)}), and feature_cols make {len(inputs)} "
-                f"({found}); a list of lists makes an input of each inner list"
-            )
-        if self._given("transformation_fn") is None:
-            columns = [field.columns for field in inputs]
-            check_order("feature_cols", "inputs", names, columns)
-            check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
-        # build() of a subclass without a build of its own only says that it is built
-        if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
-            return model
-        if self._given("transformation_fn") is not None:
-            raise InvalidSettingsError(
-                "the model is not built, and its inputs are not known because transformation_fn makes them: build it "
-                "first, with keras.Input in it, or by calling it on an array"
-            )
-        return build_for(model, inputs, self._given("seed"), self._given("custom_objects"))
-
-    def _pickled(self, value: Any) -> bytes:
-        return dumps(value, self._given("custom_objects"))
-
-    def _sealed(self, name: str, value: Any) -> KerasPickle:
-        """Return a pickle of a setting. Raise `InvalidSettingsError` if workers would get another model from it."""
-        from spark_elastic.ml.keras.fidelity import differences, different_values
-
-        try:
-            sealed = KerasPickle.of(value, self._given("custom_objects"))
-            loaded = sealed.load() if name == "model" else None
-            lost = [] if loaded is None else differences(value, loaded) or different_values(value, loaded)
-        except Exception as error:
-            raise NotPicklableError(
-                f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
-                "of your own need a get_config that returns all arguments of __init__, and an __init__ that passes "
-                "**kwargs on to Keras. Register classes and functions of your own with "
-                "@keras.saving.register_keras_serializable(), or give them in custom_objects={...}, so that the "
-                "workers find them by name"
-            ) from error
-        if lost:
-            raise InvalidSettingsError(
-                f"the model that the workers get differs from the given one: {'; '.join(lost[:3])}. What was set after "
-                "a layer was made must be in its get_config, or be made in its __init__ or build"
-            )
-        return sealed
-
-    def _dry_run(self, training: KerasTraining) -> DryRunResult:
-        from spark_elastic.ml.keras.dry_run import dry_run
-
-        return dry_run(training, self._given("inference_fn"))
-
-    def _train_fn(self) -> Callable[[Any], Any]:
-        return train
-
-    def _worker_env(self) -> dict[str, str]:
-        return {ENV: NEEDED}
-
-    def _model_nbytes(self, training: KerasTraining) -> int:
-        return len(training.model)  # with its weights
-
-    def _fitted_model(self, training: KerasTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticKerasModel:
-        from spark_elastic.ml.keras.engine import MODEL_FILE
-        from spark_elastic.ml.keras.serialization import fill
-
-        model = ElasticKerasModel()
-        keras_model = fill(training.model.load(), read(MODEL_FILE))
-        model._attach(keras_model, fitted, self._given("custom_objects"))
-        return model
-
-    def _identity(self, dataset: Dataset) -> dict[str, Any]:
-        compiled = self._compile_arguments()
-        effective = {name: getattr(compiled, name) for name in ("optimizer", "loss", "loss_weights")}
-        return {
-            **super()._identity(dataset),
-            **{name: self._described_value(value) for name, value in effective.items() if value is not None},
-        }
-
-    def _described(self, name: str) -> str:
-        return self._described_value(self.getOrDefault(name))
-
-    def _described_value(self, value: Any) -> str:
-        from spark_elastic.ml.keras.serialization import comparable_config
-
-        return described(comparable_config(value))
-
-
-def _no_model(given: Any) -> str:
-    if given is None:
-        return "model is not set"
-    kind = type(given)
-    if isinstance(given, type):
-        return f"model must be a keras.Model, not a class; make one: {given.__name__}(...)"
-    if any(each.__module__.startswith("tf_keras") for each in kind.__mro__):
-        return "model is of Keras 2 (tf_keras), and this trains those of Keras 3: import keras instead"
-    hint = f"; keras.saving.load_model({given!r}) loads one" if str(given).endswith(".keras") else ""
-    return f"model must be a keras.Model, not {given!r:.200} ({kind.__module__}.{kind.__name__}){hint}"
-
-
-def _first_words(error: Exception) -> str:
-    """Return the message of an error of Keras without the configurations that follow it."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    message = next((line for line in lines if line.startswith("Exception encountered: ")), lines[0] if lines else "")
-    return f"{type(error).__name__}: {message.removeprefix('Exception encountered: ').rstrip('.')[:400]}"
+        return KerasFit(self, self._shared_datasets)

@@ -57,7 +57,7 @@ class BatchFeeder:
         self._columns = Columns(training)
         self._model = model
         self._training = training
-        columns = self._columns.of(first_rows(training, FIRST_ROWS))
+        columns = self._columns.convert(first_rows(training, FIRST_ROWS))
         self._inputs, labels = (len(numbered(prefix, columns)) for prefix in (INPUT, LABEL))
         self._weighted = WEIGHT in columns
         self._outputs = self._outputs_of(labels, compiled)
@@ -81,9 +81,9 @@ class BatchFeeder:
             known, at = getattr(self._model, "inputs", None), int(name[len(INPUT) :])
         elif name.startswith(LABEL):
             known, at = getattr(self._model, "outputs", None), int(name[len(LABEL) :])
-            places = output_names(self._model)
-            if known is not None and self._outputs is not None and places is not None:
-                at = places.index(self._outputs[at]) if at < len(self._outputs) else len(known)
+            names = output_names(self._model)
+            if known is not None and self._outputs is not None and names is not None:
+                at = names.index(self._outputs[at]) if at < len(self._outputs) else len(known)
         else:
             return None
         return known[at] if known is not None and at < len(known) else None
@@ -138,7 +138,7 @@ class BatchFeeder:
         """Return a batch as tuples of arrays in at most `parts` parts, or those of accumulation; [] without rows."""
         if not batch.rows:
             return []
-        columns = self._columns.of(batch)
+        columns = self._columns.convert(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
         edges = split_evenly(batch.rows, parts or self._training.accumulation)
         return [tuple(each[start:stop] for each in whole) for start, stop in edges]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import names_in
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.training import check_backend, device_name, prefer_backend, set_threads, use_gpus
+from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -34,7 +34,7 @@ class ElasticKerasModel(ElasticModel):
         MissingExtraError: TensorFlow is not installed.
     """
 
-    NATIVE = "keras_model"
+    _native_name = "keras_model"
     _custom_objects: Mapping[str, Any] = {}
 
     def __init__(self, **settings: Any) -> None:
@@ -75,8 +75,8 @@ class ElasticKerasModel(ElasticModel):
         self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
     def _saved_predictor(self) -> KerasSavedPredictor:
-        sealed = KerasPickle.of(self.keras_model, self._custom_objects)
-        return KerasSavedPredictor(sealed, self._given("transform_device"), self._given("transform_threads"))
+        pickled = KerasPickle.of(self.keras_model, self._custom_objects)
+        return KerasSavedPredictor(pickled, self._given("transform_device"), self._given("transform_threads"))
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
@@ -99,7 +99,7 @@ class ElasticKerasModel(ElasticModel):
         return ["Lambda layers"] if LAMBDA in self._custom_names() else []
 
     @classmethod
-    def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
         found = {name: keras.saving.get_registered_object(name) for name in _custom(facts) if name != LAMBDA}

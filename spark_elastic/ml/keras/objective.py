@@ -46,7 +46,7 @@ class Shares:
     building: bool = False
 
     @contextmanager
-    def of(self, part: Any) -> Iterator[None]:
+    def for_part(self, part: Any) -> Iterator[None]:
         """Set (count, rows, *totals) from a tensor within a `with` block; a graph's tensors are unusable outside."""
         self.count, self.rows, *self.totals = tf.unstack(part)
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from spark_elastic.ml.keras.training import prefer_backend
+from spark_elastic.ml.keras.tensorflow_setup import prefer_backend
 
 
 @dataclass(slots=True, eq=False, repr=False)

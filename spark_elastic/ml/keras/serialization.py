@@ -94,7 +94,7 @@ class Flags(NamedTuple):
 
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
-        """Create layers under the model's own policy, which those within layers have got without being told."""
+        """Create layers under the model's own policy, which layers within layers have by default."""
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(keras.dtype_policies.get(self.policies[0]))
         try:
@@ -249,8 +249,8 @@ def config_of(value: Any) -> Any:
 
 def is_builtin(function: str) -> bool:
     """Return whether Keras has a function of this name in the modules where it looks up names in configurations."""
-    places = (keras.activations, keras.initializers, keras.losses, keras.metrics, keras.regularizers, keras.constraints)
-    return any(hasattr(place, function) for place in places)
+    known = (keras.activations, keras.initializers, keras.losses, keras.metrics, keras.regularizers, keras.constraints)
+    return any(hasattr(module, function) for module in known)
 
 
 def check_config(value: Any, error: type[Exception]) -> None:

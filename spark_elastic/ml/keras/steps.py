@@ -157,7 +157,7 @@ class StepGraphs:
 
     def _gradients(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
         """Return the gradients of some rows, and the values that train_step returned, times the number of rows."""
-        with self._shares.of(of_part), GradientRecord(self._optimizer, self._shares.rows) as record:
+        with self._shares.for_part(of_part), GradientRecord(self._optimizer, self._shares.rows) as record:
             logs = self._model.train_step(self._feeder.structure(tensors))
         if not self._zeros:
             self._variables = record.variables
@@ -200,7 +200,7 @@ class StepGraphs:
 
     def _evaluated(self, tensors: Any, of_part: Any) -> Any:
         """Add a part to the metrics; return the values of a user's test_step, times the rows, float64."""
-        with self._shares.of(of_part):
+        with self._shares.for_part(of_part):
             logs = self._model.test_step(self._feeder.structure(tensors))
         return self._metrics.of_returned("val_", logs, of_part[0])
 
@@ -345,5 +345,6 @@ def _unique_indices(grad: Any) -> Any:
     """
     if not isinstance(grad, tf.IndexedSlices):
         return grad
-    places, which = tf.unique(grad.indices)
-    return tf.IndexedSlices(tf.math.unsorted_segment_sum(grad.values, which, tf.size(places)), places, grad.dense_shape)
+    indices, which = tf.unique(grad.indices)
+    values = tf.math.unsorted_segment_sum(grad.values, which, tf.size(indices))
+    return tf.IndexedSlices(values, indices, grad.dense_shape)

@@ -27,7 +27,7 @@ from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPlace, TorchBatch
+from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
@@ -108,7 +108,7 @@ def initialise(training: TorchTraining) -> None:
     with user_code(_subject(training), part.rows, part.tensors), torch.no_grad():
         # a model that decides how it is trained may have no call for other rows
         objective.set_mode(model, isinstance(training.train_fn, ModelStep))
-        objective.begin(model, StepPlace())
+        objective.prepare(model, StepPosition())
         objective.forward(model, part)
     for module, mode in modes.items():
         module.training = mode
@@ -136,7 +136,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         broadcast_is_an_error(),
     ):
         objective.set_mode(model, True)
-        objective.begin(model, StepPlace())
+        objective.prepare(model, StepPosition())
         result = _kept(objective.forward(model, part))
         share = objective.share(result, part.rows, result.counts if objective.coupled else ())
     _check_forward_changes(training, objective, model, versions)
@@ -241,7 +241,7 @@ def _check_forward_changes(
 
 
 def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the dense buffers of a model but those of batch normalisation, of which `unconverted` tells."""
+    """Return the dense buffers of a model but those of batch normalisation, which `unconverted` returns."""
     modules = [(name, each) for name, each in model.named_modules() if not isinstance(each, _BatchNorm)]
     return {
         f"{prefix}.{name}" if prefix else name: value
@@ -345,7 +345,7 @@ def _validation(training: TorchTraining, objective: Objective, part: TorchBatch)
         return None
     objective.set_mode(training.model, False)
     with user_code(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
-        objective.begin(training.model, StepPlace(step=1))
+        objective.prepare(training.model, StepPosition(step=1))
         result = _kept(objective.forward(training.model, part))
     objective.set_mode(training.model, True)
     return result

@@ -19,7 +19,7 @@ from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import ForwardResult, StepPlace, TorchBatch
+from spark_elastic.ml.torch.model_step import ForwardResult, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
@@ -97,7 +97,7 @@ class TorchEngine(Engine):
         self._seed(at.epoch, batch.start)
         self._check_frozen()
         begun = int(at.history[-1]["steps"]) if at.history else 0
-        self._objective.begin(self.model, self._place(at, at.step - begun))
+        self._objective.prepare(self.model, self._position(at, at.step - begun))
         self.optimizer.zero_grad()
         for param in self._others:
             param.grad = None
@@ -205,14 +205,14 @@ class TorchEngine(Engine):
         with torch.no_grad():
             for batch in batches:
                 index = batch.start // global_rows
-                self._objective.begin(self.model, self._place(at, index))
+                self._objective.prepare(self.model, self._position(at, index))
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
-    def _place(self, at: Progress, index: int) -> StepPlace:
-        return StepPlace(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
+    def _position(self, at: Progress, index: int) -> StepPosition:
+        return StepPosition(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
 
     def share_buffers(self) -> None:
         if self._size > 1 and self._buffers:
@@ -227,11 +227,8 @@ class TorchEngine(Engine):
     def after_epoch(self, row: Mapping[str, float]) -> None:
         self.schedule.after_epoch(row)
 
-    def keep_best(self) -> None:
-        load_state(self.best, state_of(self.model))
-
-    def use_best(self) -> None:
-        load_state(self.model, state_of(self.best))
+    def copy_weights(self, source: torch.nn.Module, target: torch.nn.Module) -> None:
+        load_state(target, state_of(source))
 
     def finish(self) -> None:
         self.optimizer.detach()  # frees the gradients' buckets, which are as large as the file of the model

@@ -9,18 +9,15 @@ from typing import Any, Literal
 import torch
 from pyspark.ml.param import Param
 
-from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
-from spark_elastic.ml.callbacks import Callback, check_kinds
-from spark_elastic.ml.estimator import ElasticEstimator, FitTimings
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -32,14 +29,10 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.torch import lightning, objective, serialization, transformers
-from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
+from spark_elastic.ml.torch import lightning, serialization, transformers
+from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.model_step import ModelStep
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
-from spark_elastic.ml.torch.training import train
-from spark_elastic.ml.training.dry_run import DryRunResult
-from spark_elastic.runs.trust import trusted_files
+from spark_elastic.ml.torch.model_step import model_step_of
 from spark_elastic.settings import meant_device
 
 
@@ -71,8 +64,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         callbacks: Callbacks of `spark_elastic.ml.callbacks`, such as `EarlyStopping`, which run in the workers, and
             `spark_elastic.DriverCallback`, which run on the driver.
     """
-
-    DECIDING = (*ElasticEstimator.DECIDING, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
 
     model: Param[torch.nn.Module | None]
     optimizer: Param[torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None]
@@ -241,7 +232,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 raise InvalidSettingsError(
                     f"{name}={self._given(name)} without consistency='exact', which uses them; set both"
                 )
-        if (step := self._model_step()) is not None:
+        if (step := model_step_of(self._given("train_fn"))) is not None:
             for name in step.decides:
                 if self._is_given(name):
                     raise InvalidSettingsError(f"{name} is set, but {step.name} decides it itself; leave it out")
@@ -277,133 +268,15 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             check_generators(generators)
         except UsageError as error:
             raise InvalidSettingsError(str(error)) from None
-        step = self._model_step()
+        step = model_step_of(self._given("train_fn"))
         if step is not None and not step.exact:
             raise InvalidSettingsError(
                 f"consistency='exact' cannot train {step.name}, which may keep values between its steps that depend on "
                 "the rows of a worker; use consistency='trajectory', or loss or train_fn"
             )
 
-    def _virtual_workers(self) -> int | None:
-        """Return the shards of each batch, None unless the training is to be exact; raise if no setting says it."""
-        if self._given("consistency") != "exact":
-            return None
-        found = next(filter(None, map(self._given, ("virtual_workers", "max_num_proc", "num_proc"))), None)
-        if found is None:
-            raise InvalidSettingsError(
-                "consistency='exact' needs virtual_workers, the number of shards of each batch: the present slots of "
-                "the cluster must not decide it. Set virtual_workers, or max_num_proc"
-            )
-        return int(found)
-
-    def _check_framework(self) -> None:
-        model, optimizer = self._given("model"), self._given("optimizer")
-        if not isinstance(model, torch.nn.Module):
-            raise InvalidSettingsError(
-                f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
-            )
-        step = self._model_step()
-        if optimizer is None and (step is None or not step.makes_optimizer):
-            raise InvalidSettingsError(
-                "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
-            )
-        if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
-            raise InvalidSettingsError(
-                f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
-            )
-        self._check_losses()
-        self._virtual_workers()
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_parameters(optimizer, model)
-            if getattr(self._given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
-                raise InvalidSettingsError(
-                    "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
-                    "optimizer that returns a scheduler"
-                )
-        check_kinds(self._worker_callbacks(), (Callback,), "spark_elastic.ml.callbacks.Callback")
-        if self._given("device") not in (None, "auto"):
-            try:
-                torch.device(self._given("device"))
-            except RuntimeError as error:
-                raise InvalidSettingsError(f"device={self._given('device')!r}: {error}") from None
-
-    def _check_losses(self) -> None:
-        loss, labels = self._given("loss"), self._given("label_cols")
-        if loss is None and self._given("train_fn") is None:
-            raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
-        for each in to.as_list(loss):
-            if isinstance(each, type) or not callable(each):
-                hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
-                raise InvalidSettingsError(
-                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
-                )
-        if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
-            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
-
-    def _label_dtypes(self) -> list[str | None]:
-        loss, labels = self._given("loss"), self._given("label_cols") or []
-        if (step := self._model_step()) is not None:
-            return [step.label_dtype] * len(labels)
-        each = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
-        return [objective.label_dtype(one) for one in each]
-
-    def _model_step(self) -> ModelStep | None:
-        """Return the `train_fn` of a model that decides how it is trained; None for other models."""
-        train_fn = self._given("train_fn")
-        return train_fn if isinstance(train_fn, ModelStep) else None
-
-    def _configured(self, dataset: Dataset) -> dict[str, Any]:
-        """Return the settings that the model decides now that the rows are known."""
-        step, batch_size = self._model_step(), self._batch_size()
-        if step is None:
-            return {}
-        steps = None if batch_size is None else -(-dataset.rows("train") // batch_size)
-        return step.configured(self._given("model"), self._given("epochs"), steps)
-
-    def _identity(self, dataset: Dataset) -> dict[str, Any]:
-        configured = {name: each for name, each in self._configured(dataset).items() if name in self.DECIDING}
-        configured.pop("train_fn", None)
-        virtual = self._virtual_workers()
-        return {
-            **super()._identity(dataset),
-            **({} if virtual is None else {"virtual_workers": virtual}),
-            **{name: described(each) for name, each in configured.items()},
-        }
-
-    def _fit_rows(self, rows: Dataset, context: Any, timings: FitTimings) -> ElasticTorchModel:
-        if lazy_names(self._given("model")):  # before anything describes the model or makes a copy of it
-            initialise(self._training(rows, rows.store, None))
-        return super()._fit_rows(rows, context, timings)
-
-    def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
-        same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
-        settings = {
-            **self._common_settings(dataset, run, resume_from),
-            "metrics": self._given("metrics") or {},
-            "virtual_workers": self._virtual_workers(),
-            "generators": self._given("generators") or (),
-            "scheduler_monitor": self._given("scheduler_monitor"),
-            "callbacks": self._worker_callbacks(),
-            **{name: self._given(name) for name in same},
-        }
-        return TorchTraining(**{**settings, **self._configured(dataset)})
-
-    def _dry_run(self, training: TorchTraining) -> DryRunResult:
-        return dry_run(training, self._given("inference_fn"))
-
-    def _train_fn(self) -> Callable[[Any], Any]:
-        return train
-
-    def _model_nbytes(self, training: TorchTraining) -> int:
-        weights = training.model.state_dict().values()
-        return sum(each.nbytes for each in weights if isinstance(each, torch.Tensor))
-
-    def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
-        model = ElasticTorchModel()
-        with trusted_files():  # written by the workers of this fit
-            module = serialization.trained_copy(training.model, read(MODEL_FILE))
-        model._attach(module, fitted)
-        return model
+    def _fit_run(self) -> TorchFit:
+        return TorchFit(self, self._shared_datasets)
 
 
 def _check_absent(settings: Mapping[str, Any]) -> None:

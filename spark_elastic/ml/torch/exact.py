@@ -92,7 +92,7 @@ class ExactTorchEngine(TorchEngine):
         self.optimizer.step()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
-        """Return the denominators of the losses for the whole batch, which a forward pass of each shard tells."""
+        """Return the denominators of the losses for the whole batch, found by a forward pass of each shard."""
         workers = self._workers
         table = torch.zeros((workers.count, len(self._objective)), dtype=torch.float64)
         with torch.no_grad(), workers.buffers_kept() as put_back:

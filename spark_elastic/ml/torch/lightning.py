@@ -23,7 +23,7 @@ from spark_elastic.ml.torch.model_step import (
     LoggedName,
     LoggedValue,
     ModelStep,
-    StepPlace,
+    StepPosition,
     TorchBatch,
     summed,
 )
@@ -112,11 +112,11 @@ class ModuleTrainer:
         self.max_epochs = epochs
         self._steps_an_epoch = steps_an_epoch
 
-    def enter(self, place: StepPlace, training: bool) -> None:
-        """Take the progress of the training, which differs between steps."""
-        self.current_epoch, self.global_step = place.epoch, place.step
-        self.global_rank, self.world_size, self.is_global_zero = place.rank, place.size, place.rank == 0
-        self.local_rank = place.local_rank
+    def update(self, position: StepPosition, training: bool) -> None:
+        """Set the progress of the training, which differs between steps."""
+        self.current_epoch, self.global_step = position.epoch, position.step
+        self.global_rank, self.world_size, self.is_global_zero = position.rank, position.size, position.rank == 0
+        self.local_rank = position.local_rank
         self.training, self.validating = training, not training
 
     @property
@@ -180,17 +180,17 @@ class LightningStep(ModelStep):
             **settings_of(returned, steps_an_epoch),
         }
 
-    def begin(self, model: Any, place: StepPlace) -> None:
-        self._index = place.index
-        self._trainer.enter(place, model.training)
+    def prepare(self, model: Any, position: StepPosition) -> None:
+        self._index = position.index
+        self._trainer.update(position, model.training)
         if not model.training:
             return
-        if place.index == 0:  # also when this step is repeated, because then the tensors are as they were before it
-            self._begin_epoch(model, place.epoch)
-        elif self._begun != place.epoch:  # this worker has joined, and has got tensors that the method has changed
+        if position.index == 0:  # also when this step is repeated, because then the tensors are as they were before it
+            self._begin_epoch(model, position.epoch)
+        elif self._begun != position.epoch:  # this worker has joined, and has got tensors that the method has changed
             tensors = [*model.parameters(), *model.buffers()]
             before = [tensor.detach().clone() for tensor in tensors]
-            self._begin_epoch(model, place.epoch)
+            self._begin_epoch(model, position.epoch)
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=True):
                     if not torch.equal(tensor, value):
@@ -247,7 +247,7 @@ class _Log:
     def log(
         self, name: str, value: Any, *more: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **others: Any
     ) -> None:
-        """Take a value; the arguments are those of Lightning, of which name, value and batch_size matter."""
+        """Record a value; the arguments are those of Lightning, of which name, value and batch_size matter."""
         reduce_fx = more[4] if len(more) > 4 else reduce_fx
         if not self._rows:
             log.warning("self.log(%r) has no effect outside of training_step and validation_step", name)

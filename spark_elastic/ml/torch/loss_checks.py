@@ -66,12 +66,12 @@ def check_metrics(training: TorchTraining, objective: Objective, result: Forward
         accumulator = TorchMetricAccumulator(objective, {name: metric})
 
         def value(
-            labels: Sequence[Any], start: int, stop: int, of: TorchMetricAccumulator = accumulator
+            labels: Sequence[Any], start: int, stop: int, sums_of: TorchMetricAccumulator = accumulator
         ) -> torch.Tensor:
             of_outputs, of_labels = (tuple(_part(each, start, stop) for each in some) for some in (outputs, labels))
-            sums = torch.zeros(of.width, dtype=torch.float64)
-            of.measure(replace(result, outputs=of_outputs, labels=of_labels, logged={}), stop - start, sums)
-            return sums[of.rows_position + 1 :]
+            sums = torch.zeros(sums_of.width, dtype=torch.float64)
+            sums_of.measure(replace(result, outputs=of_outputs, labels=of_labels, logged={}), stop - start, sums)
+            return sums[sums_of.rows_position + 1 :]
 
         if _pairs_all(value, labels, others, rows):
             raise _all_pairs_error(f"the metric {name}", _shapes_of(result.labels, result.outputs))
@@ -209,14 +209,14 @@ def _check_term(
     def whole(axis: int | None) -> tuple[torch.Tensor, float]:  # without sample weights, which change nothing
         return alone(outputs, _other_shape(label, axis), None, batch.rows)
 
-    def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
+    def part_of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
 
     def other() -> tuple[torch.Tensor, float]:
         return alone(-outputs, label, None, batch.rows)
 
     shapes = f"{LABEL}{at} {list(part.labels[at].shape)} and output {at} {list(output.shape)}" if part.labels else ""
-    _compare(term.name, whole, of, other, shapes, batch.rows, per_worker)
+    _compare(term.name, whole, part_of, other, shapes, batch.rows, per_worker)
 
 
 def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBatch, name: str, at: int = 0) -> None:
@@ -234,7 +234,7 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
         named = {f"{LABEL}{at}": each for at, each in enumerate(labels)}
         return of_batch(replace(batch, labels=labels, tensors={**batch.tensors, **named}))
 
-    def of(start: int, stop: int) -> tuple[torch.Tensor, float]:
+    def part_of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return of_batch(_cut(batch, start, stop))
 
     def other() -> tuple[torch.Tensor, float]:
@@ -246,7 +246,7 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
         # model itself is in training mode where eval mode would mean a validation.
         model.eval()
         model.training = of_model
-        _compare(name, whole, of, other, _shapes_of(part.labels), batch.rows, training.loss_is_per_worker)
+        _compare(name, whole, part_of, other, _shapes_of(part.labels), batch.rows, training.loss_is_per_worker)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -275,7 +275,7 @@ def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:
 def _compare(
     name: str,
     whole: Callable[[int | None], tuple[torch.Tensor, float]],
-    of: Callable[[int, int], tuple[torch.Tensor, float]],
+    part_of: Callable[[int, int], tuple[torch.Tensor, float]],
     other: Callable[[], tuple[torch.Tensor, float]],
     shapes: str,
     rows: int,
@@ -294,8 +294,8 @@ def _compare(
         warnings.simplefilter("ignore")
         for edges in (split_evenly(rows, rows), [(0, (rows + 2) // 3), ((rows + 2) // 3, rows)]):
             try:
-                found = [of(*each) for each in edges]
-                again, expected = of(*edges[0]), whole(None)
+                found = [part_of(*each) for each in edges]
+                again, expected = part_of(*edges[0]), whole(None)
             except Exception as error:
                 log.info("%s cannot be tried on %d parts: %s", name, len(edges), error)
                 continue

@@ -6,7 +6,7 @@ of predictions, maxima) are gathered from all workers instead, which costs more.
 
 Metrics of `torchmetrics.classification` decide for each call of `update` whether the outputs are logits: they are if
 one of them is outside of [0, 1]. A worker's share of the last batch may be a single row, so that answer would depend on
-the number of workers. Where the loss tells that the outputs are logits, these metrics are given probabilities instead.
+the number of workers. Where the loss says that the outputs are logits, these metrics are given probabilities instead.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def class_numbers(label: Any) -> Any:
 
 
 def check_states(name: str, metric: Any) -> None:
-    """Raise `InvalidSettingsError` for a metric whose own states do not tell its value."""
+    """Raise `InvalidSettingsError` for a metric whose value does not follow from its own states."""
     nested = [each for each in metric.modules() if each is not metric] if hasattr(metric, "modules") else []
     inner = next((each for each in nested if hasattr(each, "_reductions")), None)
     if inner is not None:
@@ -191,8 +191,8 @@ class LoggedColumns:
         self._columns: dict[LoggedName, str] = {}
         self._unexpected: set[str] = set()
         for key, metric in logged.items():
-            taken = key.name == "loss" or LoggedName(key.name, False) in logged
-            self._columns[key] = f"val_{key.name}" if key.validation and taken else key.name
+            clashes = key.name == "loss" or LoggedName(key.name, False) in logged
+            self._columns[key] = f"val_{key.name}" if key.validation and clashes else key.name
             if metric is not None:
                 check_states(key.name, metric)
             self._metrics[key] = None if metric is None else _Torchmetric(self._columns[key], metric, None)

@@ -70,8 +70,8 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlace:
-    """The place of a step in the training: `step` optimizer steps so far, batch number `index` of this epoch."""
+class StepPosition:
+    """The position of a step in the training: `step` optimizer steps so far, batch number `index` of this epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -137,9 +137,14 @@ class ModelStep(ABC):
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
-    def begin(self, model: Any, place: StepPlace) -> None:  # noqa: B027 (does nothing unless a step overrides it)
+    def prepare(self, model: Any, position: StepPosition) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
 
     @abstractmethod
     def __call__(self, model: Any, batch: TorchBatch) -> ForwardResult:
         """Call the model with some rows. In eval mode there may be no loss: a count of 0."""
+
+
+def model_step_of(train_fn: Any) -> ModelStep | None:
+    """Return the `train_fn` of a model that decides how it is trained; None for other models."""
+    return train_fn if isinstance(train_fn, ModelStep) else None

@@ -33,7 +33,7 @@ from spark_elastic.ml.preparation import (
     ragged_column_error,
     split_evenly,
 )
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPlace, TorchBatch, summed
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch, summed
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
 
@@ -58,7 +58,7 @@ class BatchMaker:
         """
         if not batch.rows:
             return []
-        tensors = {name: self._tensor(name, value) for name, value in self._columns.of(batch).items()}
+        tensors = {name: self._tensor(name, value) for name, value in self._columns.convert(batch).items()}
         edges = split_evenly(batch.rows, most or self._training.accumulation)
         if len(edges) == 1:
             return [_batch(tensors, batch.rows)]
@@ -272,10 +272,10 @@ class Objective:
         for each in self._frozen if training else ():
             each.training = False
 
-    def begin(self, model: torch.nn.Module, place: StepPlace) -> None:
-        """Tell a `ModelStep` where in the training the next calls of `forward` are."""
+    def prepare(self, model: torch.nn.Module, position: StepPosition) -> None:
+        """Prepare a `ModelStep` for the next calls of `forward`."""
         if self._step is not None:
-            self._step.begin(model, place)
+            self._step.prepare(model, position)
 
     def forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         """Run the forward pass and the losses; raise DataError if outputs and losses do not match."""

@@ -22,8 +22,7 @@ from spark_elastic.data.remote_cache import check_cache_bytes
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.added_columns import OutputShape, suits
 from spark_elastic.ml.callbacks import Callback, Monitor
-from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.preparation import reshaped
+from spark_elastic.ml.preparation import model_inputs, reshaped
 from spark_elastic.ml.serving import has_rows
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training

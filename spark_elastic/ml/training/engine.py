@@ -117,8 +117,8 @@ class Engine(ABC):
     @abstractmethod
     def learning_rate(self) -> float: ...
 
-    def enter(self, rank: int, size: int) -> None:
-        """Take this rank in a new world."""
+    def set_world(self, rank: int, size: int) -> None:
+        """Set rank and size for the steps in a new world."""
         self._rank, self._size = rank, size
 
     @property
@@ -153,7 +153,7 @@ class Engine(ABC):
     def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:  # noqa: B027
         """Seed the random generators that callbacks may draw from at an event, if the training is to be exact.
 
-        Otherwise they would go on from the last shard that this worker has computed, or, in a newcomer and after a
+        Otherwise they would continue from the last shard that this worker has computed or, in a newcomer and after a
         resume, from their initial states.
         """
 
@@ -193,12 +193,8 @@ class Engine(ABC):
         """Share what only some workers' callbacks changed at the end of the epoch, with a collective."""
 
     @abstractmethod
-    def keep_best(self) -> None:
-        """Copy the present weights to `best`."""
-
-    @abstractmethod
-    def use_best(self) -> None:
-        """Give the model the weights of `best`."""
+    def copy_weights(self, source: Any, target: Any) -> None:
+        """Copy the weights of the model to `best`, or back."""
 
     def finish(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Finish the model after the last step. May be called again."""

@@ -106,7 +106,7 @@ class Reporter:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spark_elastic-report", daemon=True)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._reported_epochs = len(self._run.history)
         self._thread.start()
 
@@ -162,11 +162,11 @@ class EpochRows:
         self._sent = 0
         """Rows of the history that were sent, or were there before this worker began."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._sent = len(self._run.history)
 
-    def enter(self) -> None:
-        """Send what an earlier rank 0 may have died with. Called in each new world."""
+    def resend(self) -> None:
+        """Send the rows that an earlier rank 0 may not have sent. Called in each new world."""
         history = self._run.history
         if self._run.rank == 0:
             for row in history[self._sent :]:

@@ -69,9 +69,9 @@ class CheckpointSchedule:
         """The settings that must be equal when a training resumes from these checkpoints."""
         self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
         self.writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
-        self.begin()
+        self.restart_clock()
 
-    def begin(self) -> None:
+    def restart_clock(self) -> None:
         """Start the clock of `every_seconds`."""
         self._last = clock.monotonic()
 

@@ -55,8 +55,8 @@ class Training:
         checkpoints: None: only checkpoints that callbacks request are written.
         resume_from: Name of the checkpoint to resume from.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
-        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they are told of the
-            epochs, and not waited for; None: there are none.
+        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs,
+            and no worker waits; None: there are none.
     """
 
     dataset: Dataset
@@ -92,6 +92,11 @@ class Training:
     def validates(self) -> bool:
         """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
+
+    @property
+    def model_nbytes(self) -> int:
+        """About the size of the trained model's file."""
+        raise NotImplementedError
 
     def plan_callbacks(self) -> list[Callback]:
         """Return the callbacks that carry out the checkpoint plan."""

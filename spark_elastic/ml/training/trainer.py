@@ -23,7 +23,9 @@ from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import elastic_loop, frontend
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
@@ -57,27 +59,37 @@ class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
     `state.at` is the progress of the training, with the next phase; `view` shows it to callbacks and the reporter.
+
+    Args:
+        callback_states: The states of the callbacks, as one value of the elastic state; `values` are further ones.
+        handler_of, make_steps: As of `ElasticState`.
+
+    Raises:
+        CheckpointError: The checkpoint to resume from cannot be used.
     """
 
     def __init__(
         self,
         training: Training,
-        *,
         engine: Engine,
-        state: TrainingState,
         callbacks: Sequence[Callback],
-        checkpoints: CheckpointSchedule,
+        callback_states: Any,
+        handler_of: Callable[[Any], StateHandler | None],
+        make_steps: Callable[[Handlers, StepCounter], OptimizerSteps],
+        **values: Any,
     ) -> None:
         self.training = training
         self.engine = engine
-        self.state = state
+        self._checkpoints = CheckpointSchedule(training, engine, callbacks)
+        values = {"model": engine.model, "optimizer": engine.optimizer, **values, "best": engine.best}
+        values |= {"callbacks": callback_states, "at": self._checkpoints.first_progress()}
+        self.state = state = TrainingState(handler_of, make_steps, values)
         state.engine = engine
         self.callbacks = list(callbacks)
         self.view = RunView(training, engine, state)
         link, decides_s = worker_link.current(), training.driver_decides_s
         self.reporter = None if link is None else Reporter(self.view, link)
         self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
-        self._checkpoints = checkpoints
         self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
         self._caused_divergence = False
@@ -114,22 +126,22 @@ class Trainer:
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
         if self._begun and self.epoch_rows is not None:
-            self.epoch_rows.enter()
+            self.epoch_rows.resend()
         at = self.state.at
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
-        self.engine.enter(world.rank, world.size)
+        self.engine.set_world(world.rank, world.size)
         self.view.clear_requests()
         for reader in self._readers.values():
             reader.set_world(*self.engine.reader_world)
         if not self._begun:
             self._begun = True
-            self._checkpoints.begin()
+            self._checkpoints.restart_clock()
             if self.reporter is not None:
-                self.reporter.begin()
+                self.reporter.start()
             if self.epoch_rows is not None:
-                self.epoch_rows.begin()
+                self.epoch_rows.start()
             self.engine.seed_callbacks(CallbackEvent.FIT_BEGIN)
             for callback in self.callbacks:
                 callback.on_fit_begin(self.view)
@@ -287,7 +299,7 @@ class Trainer:
     # --- end of an epoch --------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """Compute the epoch's row of the history, call the callbacks, and decide together whether to go on."""
+        """Compute the epoch's row of the history, call the callbacks, and decide together whether to continue."""
         at, view, engine = self.state.at, self.view, self.engine
         if not at.val_sums.size:
             engine.share_buffers()
@@ -309,7 +321,7 @@ class Trainer:
         if stop.item() and not stopped:
             stopped = view.stop_reason or STOPPED_ELSEWHERE
         if view.wants_best and engine.best is not None:
-            engine.keep_best()
+            engine.copy_weights(engine.model, engine.best)
         finished = bool(stopped) or at.epoch + 1 >= self.training.epochs
         self.state.at = Progress(
             phase=TrainingPhase.FINISH if finished else TrainingPhase.TRAIN,
@@ -377,7 +389,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_fit_end(self.view)
         if self.view.wants_restore and engine.best is not None and state.at.best_epoch is not None:
-            engine.use_best()
+            engine.copy_weights(engine.best, engine.model)
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
 

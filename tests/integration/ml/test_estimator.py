@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic.data.materialization import materialize
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.persistence import trusted_files
@@ -100,23 +101,21 @@ def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, 
     assert both[0] == both[1]
 
 
-def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(digits: Any, tmp_path: Path) -> None:
+def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     estimator = HereEstimator(**digit_settings(store=str(tmp_path), dataset_id="all"))
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).addGrid(estimator.batch_size, [32, 512]).build()
     written: list[Any] = []
-    write = HereEstimator._write
 
-    def counted(self: Any, *args: Any) -> Any:
-        written.append(write(self, *args))
+    def counted(*args: Any, **settings: Any) -> Any:
+        written.append(materialize(*args, **settings))
         return written[-1]
 
-    HereEstimator._write = counted  # type: ignore[method-assign]
-    try:
-        model = CrossValidator(
-            estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), numFolds=2, parallelism=2, seed=1
-        ).fit(prepared(digits[0]))
-    finally:
-        HereEstimator._write = write  # type: ignore[method-assign]
+    monkeypatch.setattr("spark_elastic.data.materialization.materialize", counted)
+    model = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), numFolds=2, parallelism=2, seed=1
+    ).fit(prepared(digits[0]))
     assert len(written) == 3, "two folds, and all rows for the best"
     assert max(model.avgMetrics) == max(model.avgMetrics[2:]) > 0.9, "more epochs are better"
     assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9

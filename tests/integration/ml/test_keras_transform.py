@@ -162,7 +162,7 @@ def test_a_saved_estimator_comes_back_with_a_model_that_is_compiled_as_it_was(sp
     made.save(str(tmp_path / "safe"))
     loaded = ElasticKerasEstimator.load(str(tmp_path / "safe"))
     assert {p.name: loaded.isSet(p) for p in loaded.params} == {p.name: made.isSet(p) for p in made.params}
-    before, after = made._compile_arguments(), loaded._compile_arguments()
+    before, after = (each._fit_run().compile_arguments() for each in (made, loaded))
     assert after.optimizer.get_config() == before.optimizer.get_config()
     assert after.loss.get_config() == before.loss.get_config()
     assert (after.metrics, after.loss_weights) == (["mae"], [2.0])

@@ -80,7 +80,7 @@ def test_link_out_of_a_trusted_folder_is_not_trusted(tmp_path: Path, monkeypatch
 def saved(caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     caplog.clear()
     estimator = ElasticTorchEstimator(**settings)
-    stored, _ = _encode(plain_and_objects(estimator)[1], estimator.TOGETHER, estimator._codec())
+    stored, _ = _encode(plain_and_objects(estimator)[1], estimator._saved_together, estimator._codec())
     with caplog.at_level(logging.WARNING, "spark_elastic.ml"):
         warn_of_trust(estimator, stored, "/models/a")
     return caplog.text

@@ -48,4 +48,4 @@ def test_worker_imports_the_frameworks_that_its_function_names():
     assert "tensorflow" not in modules_of(b"... spark_elastic.keras ...")
     assert modules_of(b"... spark_elastic.torch ...") == ("torch", "spark_elastic.torch")
     assert "torch._dynamo" in modules_of(b"... spark_elastic.torch ... compile ...")
-    assert "spark_elastic.ml.torch.training" in modules_of(b"... spark_elastic.ml.torch.training ... train ...")
+    assert "spark_elastic.ml.torch.train" in modules_of(b"... spark_elastic.ml.torch.train ... train ...")

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.collective.process import init
 from spark_elastic.torch import shutdown
 
-ASSEMBLE = {"torch": "spark_elastic.ml.torch.training", "keras": "spark_elastic.ml.keras.engine"}
+ASSEMBLE = {"torch": "spark_elastic.ml.torch.train", "keras": "spark_elastic.ml.keras.engine"}
 NOT_A_MEAN = {"torch": set(), "keras": {"label_sum"}}
 
 

@@ -7,8 +7,19 @@ from typing import Any
 import keras
 
 from spark_elastic import ElasticKerasEstimator, LocalLauncher
-from spark_elastic.ml.keras.training import KerasTraining
+from spark_elastic.ml.keras.fit import KerasFit
+from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.train import train
 from spark_elastic.wire.pickling import round_trip
+
+
+class HereFit(KerasFit):
+    """Trains in this process."""
+
+    _settings: HereEstimator
+
+    def _run_job(self) -> list[Any]:
+        return self._settings.run_job(self.training)
 
 
 class HereEstimator(ElasticKerasEstimator):
@@ -16,9 +27,12 @@ class HereEstimator(ElasticKerasEstimator):
 
     training: KerasTraining
 
-    def _run_job(self, training: KerasTraining, context: Any, *events: Any) -> list[Any]:
+    def _fit_run(self) -> HereFit:
+        return HereFit(self, self._shared_datasets)
+
+    def run_job(self, training: KerasTraining) -> list[Any]:
         self.training = training
-        return [self._train_fn()(round_trip(training))]
+        return [train(round_trip(training))]
 
 
 def make_net(width: int = 8) -> Any:

@@ -45,7 +45,7 @@ def dataset(tmp_path: Path) -> Any:
 
 def checked(**changes: Any) -> None:
     made = {"feature_cols": ["x"], "label_cols": ["y"], **settings(**changes)}
-    ElasticKerasEstimator(**made)._check_complete(from_columns=True)
+    ElasticKerasEstimator(**made)._fit_run().check_settings()
 
 
 def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:
@@ -53,9 +53,9 @@ def test_integers_that_the_models_input_would_round_are_refused_while_writing() 
     for kind, stored in (("float32", "<f4"), ("int64", "<i8")):
         net = keras.Sequential([keras.Input((2,), dtype=kind), keras.layers.Embedding(5, 3), keras.layers.Flatten()])
         made = ElasticKerasEstimator(feature_cols=[["id", "other"]], label_cols=["y"], **settings(model=net))
-        assert made._tensors(schema).dtypes["features_0"] == stored
+        assert made._fit_run().tensors(schema).dtypes["features_0"] == stored
     made.setInputDtypes(["int32"])
-    assert made._tensors(schema).dtypes["features_0"] == "<i4"
+    assert made._fit_run().tensors(schema).dtypes["features_0"] == "<i4"
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,17 @@ SCHEMA = StructType(
     ],
 )
 def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: str) -> None:
-    made = estimator(loss=loss, feature_cols=["x"], label_cols=[label])._tensors(SCHEMA)
+    made = estimator(loss=loss, feature_cols=["x"], label_cols=[label])._fit_run().tensors(SCHEMA)
     assert made.dtypes["label_0"] == dtype
     one_hot = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
     with pytest.raises(DataError, match=r"'whole' is one number a row, but categorical_crossentropy .* use sparse_"):
-        one_hot._tensors(SCHEMA)
+        one_hot._fit_run().tensors(SCHEMA)
 
 
 def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
-    return estimator(**changes)._training(dataset, Store.create(tmp_path), None)
+    run = estimator(**changes)._fit_run()
+    run.rows = dataset
+    return run.make_training(Store.create(tmp_path))
 
 
 def test_settings_reach_the_workers(dataset: Any, tmp_path: Path) -> None:
@@ -194,10 +196,12 @@ def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
 
 
 def test_the_same_model_is_described_in_the_same_words_whatever_keras_calls_it() -> None:
-    described = [estimator(model=make_net())._described("model") for _ in range(2)]
-    assert described[0] == described[1]
-    assert estimator(model=make_net(9))._described("model") != described[0]
-    rates = [estimator(optimizer=keras.optimizers.SGD(rate))._described("optimizer") for rate in (0.1, 0.1, 0.2)]
+    def described(name: str, value: Any) -> str:
+        return estimator(**{name: value})._fit_run().described(name)
+
+    models = [described("model", make_net(width)) for width in (8, 8, 9)]
+    assert models[0] == models[1] != models[2]
+    rates = [described("optimizer", keras.optimizers.SGD(rate)) for rate in (0.1, 0.1, 0.2)]
     assert rates[0] == rates[1] != rates[2]
 
 
@@ -297,8 +301,8 @@ def test_columns_go_to_the_inputs_of_their_names(columns: Any, order: Any) -> No
     assert order_by_name(of_dict("b", "a"), columns) == order
     given = ElasticKerasEstimator(model=of_dict("b", "a"), feature_cols=columns, input_shapes=[(2,), (1, 2)])
     if order == [1, 0]:
-        assert given._given("feature_cols") == columns[::-1]
-        assert given._given("input_shapes") == [[1, 2], [2]]
+        assert given._fit_run().given("feature_cols") == columns[::-1]
+        assert given._fit_run().given("input_shapes") == [[1, 2], [2]]
         assert given.getFeatureCols() == columns
 
 

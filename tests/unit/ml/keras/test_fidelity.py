@@ -101,9 +101,9 @@ def test_built_layer_within_a_function_keeps_its_weights() -> None:
 
 
 class Elsewhere(HereEstimator):
-    def _run_job(self, *arguments: Any) -> Any:
+    def run_job(self, *arguments: Any) -> Any:
         as_in_a_new_process()
-        return super()._run_job(*arguments)
+        return super().run_job(*arguments)
 
 
 def test_workers_have_the_global_settings_of_the_driver(dataset: Dataset) -> None:

@@ -156,7 +156,7 @@ def test_parts_of_any_loss_add_up_to_the_loss_and_gradient_of_the_whole(by_class
             loss, gradients = 0.0, []
             for first, last in pairwise(EDGES):
                 share = (last - first) / ROWS
-                with shares.of(tf.constant([last - first, share, *totals], tf.float64)):
+                with shares.for_part(tf.constant([last - first, share, *totals], tf.float64)):
                     value, gradient = of(term, first, last, None if by_row is None else by_row[first:last])
                 loss += value * share
                 gradients.append(gradient * share)

@@ -127,7 +127,7 @@ def test_half_precision_trains_and_its_gradients_are_bounded_as_they_are(data, t
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=7)
         settings = {"model": make(), "optimizer": optimizer, "clip_norm": 0.2, "accumulation": 2}
         training = make_training(data, tmp_path / name, **settings)
-        from spark_elastic.ml.keras.training import train
+        from spark_elastic.ml.keras.train import train
 
         found.append((train(training).history["loss"], trainings.weights(tmp_path / name)))
     assert found[0][0] == pytest.approx(found[1][0], rel=0.02)

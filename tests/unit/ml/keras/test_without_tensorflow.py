@@ -22,7 +22,7 @@ class Absent(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 """
 
-OF_TORCH = "import spark_elastic, spark_elastic.torch, spark_elastic.ml.torch.training, spark_elastic.ml.torch.dry_run"
+OF_TORCH = "import spark_elastic, spark_elastic.torch, spark_elastic.ml.torch.train, spark_elastic.ml.torch.dry_run"
 
 
 def run(program: str, **env: str) -> subprocess.CompletedProcess[str]:

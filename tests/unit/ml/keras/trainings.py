@@ -21,7 +21,8 @@ from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.serialization import arrays_from_bytes
-from spark_elastic.ml.keras.training import KerasTraining, train
+from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.train import train
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml import in_worlds
 from tests.unit.ml.in_worlds import (

@@ -11,9 +11,19 @@ from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, LocalLauncher
 from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.train import train
 from spark_elastic.wire.pickling import round_trip
+
+
+class HereFit(TorchFit):
+    """Trains in this process."""
+
+    _settings: HereEstimator
+
+    def _run_job(self) -> list[Any]:
+        return self._settings.run_job(self.training)
 
 
 class HereEstimator(ElasticTorchEstimator):
@@ -21,7 +31,10 @@ class HereEstimator(ElasticTorchEstimator):
 
     training: TorchTraining
 
-    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
+    def _fit_run(self) -> HereFit:
+        return HereFit(self, self._shared_datasets)
+
+    def run_job(self, training: TorchTraining) -> list[Any]:
         self.training = training
         return [train(round_trip(training))]
 

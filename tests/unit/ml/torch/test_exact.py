@@ -248,7 +248,7 @@ def test_estimator_trains_in_as_many_shards_as_it_may_have_workers(tmp_path):
 )
 def test_settings_that_contradict_it_are_refused(changes, said):
     with pytest.raises(InvalidSettingsError, match=said):
-        estimator(**changes)._check_complete(from_columns=False)
+        estimator(**changes)._fit_run().check_settings()
 
 
 class Keeping(ModelStep):

@@ -143,9 +143,9 @@ def test_training_gives_the_weights_of_plain_torch(make: Callable[[], tuple[nn.M
 
 
 class Elsewhere(HereEstimator):
-    def _run_job(self, *arguments: Any) -> Any:
+    def run_job(self, *arguments: Any) -> Any:
         torch.set_default_dtype(torch.float32)  # as in a new process
-        return super()._run_job(*arguments)
+        return super().run_job(*arguments)
 
 
 class Doubled(nn.Linear):
@@ -219,7 +219,7 @@ def test_hooks_of_all_optimizers_are_refused(dataset: Dataset) -> None:
 def test_what_cannot_travel_is_refused_before_workers_start(
     make: Callable[[], dict[str, Any]], named: str, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HereEstimator, "_run_job", None)
+    monkeypatch.setattr(HereEstimator, "run_job", None)
     with pytest.raises(InvalidSettingsError) as error:
         estimator(**make()).from_dataset_path(dataset)
     assert named in error.value.message

@@ -19,7 +19,7 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.ml.callbacks import EarlyStopping
 from spark_elastic.ml.torch.lightning import LightningStep
 from spark_elastic.ml.torch.lightning_optimizers import settings_of
-from spark_elastic.ml.torch.model_step import StepPlace
+from spark_elastic.ml.torch.model_step import StepPosition
 from tests.unit.ml.torch.estimators import HereEstimator, weights_of
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -312,10 +312,10 @@ class Growing(Classifier):
 def test_start_of_an_epoch_is_repeated_with_its_first_step() -> None:
     module, step = Growing().train(), LightningStep()
     before = copy.deepcopy(module.state_dict())
-    step.begin(module, StepPlace(epoch=1, step=5))
+    step.prepare(module, StepPosition(epoch=1, step=5))
     module.load_state_dict(before)  # as the training does after an interrupted step
-    step.begin(module, StepPlace(epoch=1, step=5))
-    step.begin(module, StepPlace(epoch=1, step=6, index=1))
+    step.prepare(module, StepPosition(epoch=1, step=5))
+    step.prepare(module, StepPosition(epoch=1, step=6, index=1))
     assert module.scale == 2
 
 
@@ -323,7 +323,7 @@ def test_worker_that_joins_in_an_epoch_keeps_the_tensors_that_it_got() -> None:
     module, step = Growing().train(), LightningStep()
     module.scale.fill_(4)
     for index in (3, 4):
-        step.begin(module, StepPlace(epoch=1, step=5 + index, index=index))
+        step.prepare(module, StepPosition(epoch=1, step=5 + index, index=index))
     assert module.scale == 4
     assert module.begun == [1]
     assert not module.norm.training

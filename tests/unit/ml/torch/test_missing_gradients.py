@@ -13,7 +13,7 @@ from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.torch.engine import clip_gradients
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.train import train
 from tests.unit.worlds import together
 
 ROWS, BATCH, EPOCHS = 40, 8, 2

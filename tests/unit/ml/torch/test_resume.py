@@ -13,7 +13,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
-from spark_elastic.ml.torch.training import assemble
+from spark_elastic.ml.torch.train import assemble
 from spark_elastic.ml.training.spec import CheckpointPlan
 from spark_elastic.runs.checkpoints import Checkpoints
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes

@@ -30,7 +30,7 @@ from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_folder import collect_runs, transient_run
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.checkpoints import Checkpoints
 from spark_elastic.runs.lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.wire.pickling import round_trip
@@ -90,12 +90,12 @@ class LosesItsWorkers(HereEstimator):
 
     lost = 0
 
-    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
+    def run_job(self, training: TorchTraining) -> list[Any]:
         if self.lost == 0:
             self.lost += 1
             train(round_trip(dataclasses.replace(training, epochs=1)))
             raise StateLostError(progress=6, last_reason="killed")
-        return super()._run_job(training, context, *events)
+        return super().run_job(training)
 
 
 def test_fit_that_lost_all_workers_resumes_from_its_checkpoint(dataset: Dataset, tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Pa
 class Away(HereEstimator):
     """An estimator whose storage fails after the training, when the model has come with the results."""
 
-    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
-        (result,) = super()._run_job(training, context, *events)
+    def run_job(self, training: TorchTraining) -> list[Any]:
+        (result,) = super().run_job(training)
         self.patch.setattr(Store, "list", self.refuse)
         return [dataclasses.replace(result, unsaved={"model.pt": training.store.read_bytes("model.pt")})]
 

@@ -16,7 +16,7 @@ from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.train import train
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import (
     BATCH,

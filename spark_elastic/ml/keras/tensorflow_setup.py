@@ -1,7 +1,7 @@
-"""The settings of one training of a Keras model, and the preparation of TensorFlow for it in a worker's process.
+"""Prepare TensorFlow in a process: Keras's backend, threads and devices.
 
-TensorFlow takes threads and devices only before it runs for the first time in a process. So this module can be imported
-without TensorFlow, and its functions are called before anything else of TensorFlow.
+TensorFlow accepts threads and devices only before it runs for the first time in a process. So this module can be
+imported without TensorFlow, and its functions are called before anything else of TensorFlow.
 """
 
 from __future__ import annotations
@@ -11,63 +11,16 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from spark_elastic.collective.process import init, local_rank, local_size
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
-from spark_elastic.ml.training.engine import host_cores, threads_for
-from spark_elastic.ml.training.spec import Training, TrainingResult
-
-if TYPE_CHECKING:
-    from spark_elastic.ml.keras.pickling import KerasPickle
 
 log = logging.getLogger("spark_elastic.ml")
 
 NEEDED = "tensorflow"
 ENV = "KERAS_BACKEND"
-_THREADS_ENV = "TF_NUM_INTRAOP_THREADS"
 _DEVICE = re.compile(r"(cpu|gpu|cuda)(?::(\d+))?$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KerasTraining(Training):
-    """One training of a Keras model; `Training` describes the settings that every framework has.
-
-    Attributes:
-        model: a built `keras.Model`, without the arguments that it was compiled with.
-        compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
-        optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
-        callbacks: a list of this package's callbacks and of `keras.callbacks.Callback`.
-        config: global settings of Keras by name, such as "floatx", as they are where the model was made.
-    """
-
-    model: KerasPickle
-    compiled: KerasPickle
-    optimizer_values: Sequence[Any] | None = None
-    callbacks: KerasPickle | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def train(training: KerasTraining) -> TrainingResult:
-    """Train a Keras model; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
-
-    Outside of a job this process trains alone. When it returns, the trained weights are in `training.store`, in the
-    file `engine.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with
-    the data, and `CheckpointError` if `resume_from` cannot be used.
-    """
-    prefer_backend()
-    check_backend("ElasticKerasEstimator")
-    adopt(training.config)
-    init()
-    # An environment variable has the number of the Spark task's cores, or the user's.
-    if training.num_threads is not None or not os.environ.get(_THREADS_ENV):
-        set_threads(threads_for(training.num_threads, host_cores(), local_size()))
-    _choose_device(training.device, local_rank())
-    from spark_elastic.ml.keras.engine import assemble
-
-    return assemble(training).run()
 
 
 def check_backend(user: str) -> None:
@@ -88,26 +41,6 @@ def check_backend(user: str) -> None:
         )
 
 
-def global_config() -> dict[str, Any]:
-    """Return the global settings of Keras that layers, losses and initializers depend on, for `adopt`."""
-    import keras
-
-    return {
-        "floatx": keras.config.floatx(),
-        "epsilon": keras.config.epsilon(),
-        "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": keras.config.dtype_policy().name,
-    }
-
-
-def adopt(config: Mapping[str, Any]) -> None:
-    """Give this process the global settings of Keras of another one."""
-    import keras
-
-    for name, value in config.items():
-        getattr(keras.config, f"set_{name}")(value)
-
-
 def prefer_backend() -> None:
     """Choose TensorFlow as backend, unless Keras is imported already or the environment names a backend."""
     if "keras" not in sys.modules:
@@ -125,7 +58,7 @@ def set_threads(count: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(count)
 
 
-def _choose_device(asked: str | None, local_rank: int) -> None:
+def choose_device(asked: str | None, local_rank: int) -> None:
     """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
 
     None and "auto" stand for the GPU of the local rank, or the CPU where there is no GPU.

@@ -9,8 +9,7 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
 from spark_elastic.ml.torch.spec import TorchTraining, adopt
-from spark_elastic.ml.training.engine import TrainingState
-from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
+from spark_elastic.ml.training.saving import CallbackStates
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
@@ -34,14 +33,5 @@ def assemble(training: TorchTraining) -> Trainer:
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
     engine = kind(training, any(callback.restores_best for callback in callbacks))
-    checkpoints = CheckpointSchedule(training, engine, callbacks)
-    values = {
-        "model": engine.model,
-        "optimizer": engine.optimizer,
-        "scheduler": engine.schedule.scheduler,
-        "best": engine.best,
-        "callbacks": CallbackStates(callbacks),
-        "at": checkpoints.first_progress(),
-    }
-    state = TrainingState(handler_for, partial(TorchOptimizerSteps, observes_parameters=False), values)
-    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
+    states, steps = CallbackStates(callbacks), partial(TorchOptimizerSteps, observes_parameters=False)
+    return Trainer(training, engine, callbacks, states, handler_for, steps, scheduler=engine.schedule.scheduler)

@@ -1,0 +1,495 @@
+"""FitRun: one fit of an estimator, step by step, and everything that has to be released after it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Generic, TypeVar
+
+from spark_elastic import clock
+from spark_elastic.data.catalog import delete_unless_used
+from spark_elastic.data.columns import check_validation
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.shared_store import ensure_shared
+from spark_elastic.data.store import Store
+from spark_elastic.errors import (
+    DataError,
+    InvalidSettingsError,
+    StateLostError,
+)
+from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
+from spark_elastic.jobs.settings import RunCall, RunSettings
+from spark_elastic.ml import preparation
+from spark_elastic.ml.datasets import SharedDatasets, check_stored_settings, check_tensors, written_rows
+from spark_elastic.ml.model import ElasticModel, Fitted
+from spark_elastic.ml.params import ElasticParams, as_list
+from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
+from spark_elastic.ml.results import WorkerResults
+from spark_elastic.ml.run_folder import (
+    check_room,
+    described,
+    digest,
+    durable_run,
+    identity_of_rows,
+    leased_if_possible,
+    transient_run,
+)
+from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
+from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
+from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
+from spark_elastic.reporting.descriptions import describe_settings
+from spark_elastic.reporting.event_log import event_rows
+from spark_elastic.reporting.progress import stop_line
+from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.lease import lease_of
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.own_modules import check_modules, own_modules
+from spark_elastic.spark.session import checked_cluster
+from spark_elastic.trackers import autologging
+from spark_elastic.wire.pickling import dumps
+
+DEFAULT_BATCH_SIZE = 32
+
+log = logging.getLogger("spark_elastic.ml")
+
+M = TypeVar("M", bound=ElasticModel)
+T = TypeVar("T", bound=Training)
+
+_WITH_CODE = (
+    *("model", "optimizer", "loss", "metrics", "train_fn"),
+    *("lr_scheduler", "transformation_fn", "custom_objects"),
+)
+"""Settings that may need modules of the user's own."""
+_VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
+_OF_CLUSTER = {"storage_options", "run_options", "status_port"}
+"""Settings that do not distinguish the trainings of a search."""
+
+
+class FitRun(ABC, Generic[T, M]):
+    """One fit: its rows, run folder, lease and callbacks, which are released when the block ends.
+
+    The steps, in order: `check` and `materialise`, or `check_stored` for rows that were written before; then `dry_run`,
+    `train` and `load`. A framework's subclass says how it trains; `given` is the value of a setting.
+
+    Attributes:
+        cluster: The cluster of the fit; None if a launcher needs no Spark.
+        rows: The written rows.
+        store: The run folder.
+        resume_from: Name of the checkpoint in it to resume from; None: train from the start.
+        training: The settings of the training for the workers.
+        trained: The results of the workers.
+        seconds: The seconds that the parts of the fit took, by name.
+    """
+
+    deciding: ClassVar[tuple[str, ...]] = (
+        *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
+        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
+    )
+    """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
+    worker_env: ClassVar[Mapping[str, str]] = {}
+    """Environment variables that workers need before they import anything."""
+    train_fn: ClassVar[staticmethod[[Any], TrainingResult]]
+    """The function that each worker calls with the training."""
+    dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
+    """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
+
+    rows: Dataset
+    store: Store
+    training: T
+    trained: WorkerResults
+    _df: Any
+    _tensors: Tensors
+    _tried: DryRunResult
+
+    def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
+        self._settings = settings
+        self._shared = shared
+        """The datasets of the other fits of the same `fitMultiple`."""
+        self.cluster: Cluster | None = None
+        self.resume_from: str | None = None
+        self.seconds: dict[str, float] = {}
+        self._began = clock.wall()
+        self._events: list[dict[str, Any]] = []
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> FitRun[T, M]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._exits.__exit__(kind, error, at)
+
+    def given(self, name: str) -> Any:
+        """Return the value of a setting, or its default."""
+        return self._settings.getOrDefault(name)
+
+    @property
+    def _run_options(self) -> Mapping[str, Any]:
+        return self.given("run_options") or {}
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = clock.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + clock.monotonic() - start
+
+    # --- for frameworks ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def check_framework(self) -> None:
+        """Raise `InvalidSettingsError` for settings that are missing, or wrong for this framework."""
+
+    @abstractmethod
+    def label_dtypes(self) -> list[str | None]:
+        """Return the type that the loss needs of each label; None: as in its column."""
+
+    def prepare_model(self) -> None:
+        """Change the given model by the rows, before anything describes it or makes a copy of it."""
+
+    @abstractmethod
+    def make_training(self, store: Store, resume_from: str | None = None) -> T:
+        """Return the settings of the training for the workers."""
+
+    @abstractmethod
+    def fitted_model(self, fitted: Fitted) -> M:
+        """Return the trained model, made of a file of `trained`."""
+
+    # --- step 1: check ----------------------------------------------------------------------------
+
+    def check(self, df: Any) -> None:
+        """Check settings, columns and cluster, before anything runs.
+
+        Raises:
+            UsageError: One of them has to be changed.
+        """
+        if not hasattr(df, "sparkSession"):
+            raise InvalidSettingsError(
+                f"fit needs a Spark DataFrame, not {type(df).__module__}.{type(df).__name__}; "
+                "spark.createDataFrame(...) makes one"
+            )
+        for name in ("feature_cols", "label_cols"):
+            if self.given(name) is None:
+                raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
+        self.check_settings()
+        if df.isStreaming:
+            raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
+        self.cluster = checked_cluster(df.sparkSession)
+        self._df, self._tensors = df, self.tensors(df.schema)
+        self._check_store()
+        self._check_own_modules()
+        self._began = clock.wall()
+
+    def check_stored(self, where: str | Path | Store | Dataset) -> None:
+        """Check settings, cluster, and a dataset that was written before, to train on its rows."""
+        self.check_settings()
+        self.rows = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
+        check_tensors(self.rows)
+        check_stored_settings(self.rows, self._settings)
+        if self._run_options.get("launcher") is None:
+            self.cluster = checked_cluster()
+            self._check_store()
+        self._exits.enter_context(leased_if_possible(self.rows.store))
+        self._began = clock.wall()
+
+    def check_settings(self) -> None:
+        """Raise `InvalidSettingsError` for everything that is wrong with the settings alone."""
+        self._settings._check_together()
+        self.check_framework()
+        low, first, high = (self.given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
+        page, options = self.given("status_port"), self._run_options
+        RunSettings(num_proc=first, min_num_proc=low, max_num_proc=high, status_port=page, **options)
+        if options.get("launcher") is not None and (first or (low if low == high else None)) is None:
+            raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
+
+    def tensors(self, schema: Any) -> Tensors:
+        """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
+        given = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
+        made = preparation.features(schema, *given)
+        made |= preparation.labels(schema, self.given("label_cols"), self.given("label_shapes"), self.label_dtypes())
+        if self.given("transformation_fn") is None:
+            for name in ("feature_cols", "label_cols"):
+                preparation.check_numbers(schema, flat_names(self.given(name)), name)
+        if self.given("sample_weight_col") is not None:
+            made |= preparation.weight(schema, self.given("sample_weight_col"))
+        if isinstance(self.given("validation"), str):
+            check_validation(schema, self.given("validation"))
+        return made
+
+    def _check_store(self) -> None:
+        """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
+
+        Sends this package to the executors first if `run_options` ask for it: the tasks that look at the folders need
+        it, and so do those that write rows later.
+        """
+        if self.cluster is None:
+            return
+        if self._run_options.get("ship_package"):
+            self.cluster.ship_package()
+        if self._run_options.get("launcher") is None:
+            ensure_shared(self._runs(), self.cluster)
+
+    def _check_own_modules(self) -> None:
+        """Raise `NotPicklableError` if executors cannot import a module of the user's own that the settings need."""
+        if self._run_options.get("launcher") is not None or not own_modules():
+            return
+        given = [self.worker_callbacks(), *(self.given(name) for name in _WITH_CODE if self._settings.hasParam(name))]
+        try:
+            pickled = self.pickled(given)
+        except Exception as error:  # the dry run names the setting
+            log.debug("own modules are not looked for: %s", error)
+            return
+        check_modules(self.cluster, pickled, self._run_options.get("env"))
+
+    def pickled(self, value: Any) -> bytes:
+        """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
+        return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
+
+    # --- step 2: materialise ----------------------------------------------------------------------
+
+    def materialise(self) -> None:
+        """Write the rows, or find them under the `dataset_id`, and keep them until the run ends."""
+        from spark_elastic.jobs.start import prepare_workers
+
+        try:  # executors that keep workers import what these need while the rows are written and tried
+            prepare_workers(self._call())
+        except Exception as error:  # the job says what is wrong, if it is
+            log.debug("nothing is imported ahead: %s", error)
+        with self._timed("write"):
+            self.rows = rows = written_rows(self._df, self._tensors, self._base_store(), self.given, self._shared)
+        if self._shared is None:
+            self._exits.callback(delete_unless_used, rows.store)
+        self._exits.enter_context(leased_if_possible(rows.store))
+
+    # --- step 3: dry run --------------------------------------------------------------------------
+
+    def dry_run(self) -> None:
+        """Open the run folder, and do one step of a copy of the training on the driver.
+
+        Raises:
+            RunTakenError: Another driver has the run.
+            CheckpointError: The checkpoints are damaged, or of another training.
+            StoreError: The folder cannot be used, or has no room for the model and the checkpoints.
+            DataError, InvalidSettingsError: The step failed.
+        """
+        self.prepare_model()
+        self._open_folder()
+        self.training = self.make_training(self.store, self.resume_from)
+        with self._timed("try"):
+            self._tried = self.dry_run_fn(self.training, self.given("inference_fn"))
+            self.training = replace(self.training, **self._tried.settings)
+            if self.given("prediction") == "auto" and self.given("prediction_col"):
+                warn_of_no_prediction(self._tried)
+        check_room(self.store, self.training.model_nbytes, self.training)
+
+    def _base_store(self) -> Store:
+        return Store.create(self.given("store"), self.given("storage_options"))
+
+    def _runs(self) -> Store:
+        """Return the parent of the run folders: `checkpoint_dir`, or a folder in the store."""
+        checkpoint_dir = self.given("checkpoint_dir")
+        if checkpoint_dir is None:
+            return self._base_store().sub("runs")
+        return Store.create(checkpoint_dir, self.given("storage_options"))
+
+    def _open_folder(self) -> None:
+        """Acquire the run folder until the run ends. Without `checkpoint_dir` it is removed then."""
+        runs = self._runs()
+        if self.given("checkpoint_dir") is None:
+            self.store = self._exits.enter_context(transient_run(runs))
+            return
+        identity = self.identity()
+        name = self.given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        if self._shared is not None:  # one of several trainings, each with its own checkpoints
+            params = self._settings._paramMap
+            names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
+            name += f"-{digest([identity, {each: self.described(each) for each in names}])}"
+        run_id, resume = self.given("run_id"), self.given("resume")
+        self.store = runs.sub(name)
+        self.resume_from = self._exits.enter_context(durable_run(runs, name, identity, run_id, resume))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the facts that must be equal for a training to resume from a checkpoint."""
+        return {
+            **identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
+            **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
+        }
+
+    def described(self, name: str) -> str:
+        """Describe a setting in words that are equal in every process."""
+        return described(self.given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
+
+    def batch_size(self) -> int | None:
+        """Return the rows of a global batch; None if they depend on the number of workers."""
+        if self.given("per_worker_batch_size") is not None:
+            return None
+        return DEFAULT_BATCH_SIZE if self.given("batch_size") is None else int(self.given("batch_size"))
+
+    def common_settings(self, store: Store, resume_from: str | None) -> dict[str, Any]:
+        """Return the fields of `ml.training.spec.Training`."""
+        plan = None
+        if self.given("checkpoint_dir") is not None:
+            plan = CheckpointPlan(
+                every_epochs=self.given("checkpoint_interval"),
+                every_seconds=self.given("checkpoint_seconds"),
+                keep=self.given("keep_checkpoints"),
+                best_of=self.given("checkpoint_best_of"),
+                mode=self.given("checkpoint_best_mode"),
+            )
+        same = (
+            *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
+            *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker", "sync_batch_norm"),
+        )
+        return {
+            "dataset": self.rows,
+            "store": store,
+            "batch_size": self.batch_size(),
+            "accumulation": self.given("accumulation_steps"),
+            "clip_norm": self.given("gradient_clip_norm"),
+            "clip_value": self.given("gradient_clip_value"),
+            "compression": self.given("gradient_compression"),
+            "checkpoints": plan,
+            "resume_from": resume_from,
+            "driver_decides_s": self._session.decides_within_s,
+            "fence": None if (lease := lease_of(store)) is None else lease.fence,
+            **{name: self.given(name) for name in same},
+            **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
+        }
+
+    # --- callbacks --------------------------------------------------------------------------------
+
+    def worker_callbacks(self) -> list[Any]:
+        """Return the callbacks that travel to the workers."""
+        return [each for each in as_list(self.given("callbacks")) if not isinstance(each, DriverCallback)]
+
+    @functools.cached_property
+    def _session(self) -> CallbackSession:
+        """The session that calls the callbacks on the driver."""
+        given = [each for each in as_list(self.given("callbacks")) if isinstance(each, DriverCallback)]
+        # The fits of a search would all write to the one run that autologging has started for it.
+        if autologging.is_on() and self._shared is None:
+            from spark_elastic.trackers.mlflow import autologging_callbacks
+
+            given += autologging_callbacks(given)
+        return CallbackSession(given)
+
+    def _driver_run(self) -> DriverRun:
+        """Return this fit as callbacks on the driver see it."""
+        settings = self._settings
+        return DriverRun(
+            name=type(settings).__name__,
+            settings=describe_settings({param.name: settings.getOrDefault(param) for param in settings.params}),
+            epochs=self.given("epochs"),
+            run_id=self.given("run_id"),
+            resumed=self.resume_from is not None,
+        )
+
+    # --- step 4: train ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
+
+        Raises:
+            StateLostError: There is no newer checkpoint than the one that the training resumed from.
+            LossNotFiniteError, RunTakenError: As of `WorkerResults.check`.
+        """
+        session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
+        self._exits.enter_context(session.fit(self._driver_run()))
+        with self._timed("train"):
+            results = None
+            while results is None:
+                try:
+                    results = self._run_job()
+                except StateLostError as error:
+                    if error is session.raised:
+                        raise  # of another fit, which a callback has made
+                    if not has_checkpoints:
+                        error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
+                        raise
+                    newest = Checkpoints(self.store.sub(CHECKPOINTS)).latest()
+                    if newest is None or newest.name == self.training.resume_from:
+                        raise
+                    log.warning(
+                        "every worker that held the state is lost; training resumes from the checkpoint %s", newest.name
+                    )
+                    self.training = replace(self.training, resume_from=newest.name)
+            self.trained = WorkerResults(self.store, results)
+            self.trained.check(has_checkpoints)
+        if self.trained.stopped and self.given("verbose"):
+            reason = session.stop_reason or self.trained.stopped
+            print(stop_line(len(self.trained.history), self.given("epochs"), reason), flush=True)
+
+    def _run_job(self) -> list[Any]:
+        """Return the results of the workers of one job, and note its events. An error ends the workers."""
+        from spark_elastic.jobs.run import cancelled_on_error
+        from spark_elastic.jobs.start import start
+
+        session = self._session
+        job = start(self._call(self.training), session if session else None)
+        lease = lease_of(self.store)
+        try:
+            with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
+                if session:
+                    session.deliver()
+                return job.result()
+        finally:
+            self._events += event_rows(job.changes(), self._began)
+            session.note_events(self._events)
+
+    def _call(self, *arguments: Any) -> RunCall:
+        """Return the call of `run` for the workers."""
+        options = dict(self._run_options)
+        if self.worker_env:
+            options["env"] = {**self.worker_env, **(options.get("env") or {})}
+        if options.get("launcher") is None:
+            options["spark"] = self.cluster
+        if self.given("device") == "cpu":
+            options.setdefault("device", "cpu")
+        return RunCall(
+            self.train_fn,
+            arguments,
+            num_proc=self.given("num_proc"),
+            min_num_proc=self.given("min_num_proc"),
+            max_num_proc=self.given("max_num_proc"),
+            verbose=min(2, self.given("verbose")),
+            status_port=self.given("status_port"),
+            **options,
+        )
+
+    # --- step 5: load -----------------------------------------------------------------------------
+
+    def load(self) -> M:
+        """Return the trained model, with the history and the events of the fit."""
+        tried, trained, events = self._tried, self.trained, tuple(self._events)
+        with self._timed("load"):
+            written_with = self.rows.manifest.about.get("settings", {})
+            model = self.fitted_model(
+                Fitted(
+                    inputs=model_inputs(self.rows, self.given("input_shapes")),
+                    outputs=tried.outputs,
+                    taken=tried.taken,
+                    rule=tried.rule,
+                    history=trained.history,
+                    events=events,
+                    why_not=tried.why_not,
+                    pad_to=written_with.get("pad_to", {}),
+                    allow_nan=written_with.get("allow_nan", False),
+                )
+            )
+            # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.
+            model._resetUid(self._settings.uid)
+            for param in OutputParams().params:
+                if self._settings.isSet(param.name):
+                    model._set(**{param.name: self.given(param.name)})
+        model.fit_seconds = dict(self.seconds)
+        self._session.succeeded(
+            DriverResult(model=model, history=trained.history, events=events, stopped=trained.stopped)
+        )
+        return model

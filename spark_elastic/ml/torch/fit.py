@@ -1,0 +1,135 @@
+"""TorchFit: the steps of a fit that are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback, check_kinds
+from spark_elastic.ml.fit import FitRun
+from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.params import as_list
+from spark_elastic.ml.run_folder import described
+from spark_elastic.ml.torch import objective, serialization
+from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
+from spark_elastic.ml.torch.model import ElasticTorchModel
+from spark_elastic.ml.torch.model_step import model_step_of
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
+from spark_elastic.ml.torch.train import train
+from spark_elastic.runs.trust import trusted_files
+
+
+class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
+    """One fit of a `torch.nn.Module`."""
+
+    deciding = (*FitRun.deciding, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
+    train_fn = staticmethod(train)
+    dry_run_fn = staticmethod(dry_run)
+
+    def check_framework(self) -> None:
+        model, optimizer = self.given("model"), self.given("optimizer")
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidSettingsError(
+                f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
+            )
+        step = model_step_of(self.given("train_fn"))
+        if optimizer is None and (step is None or not step.makes_optimizer):
+            raise InvalidSettingsError(
+                "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
+            )
+        if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+            raise InvalidSettingsError(
+                f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
+            )
+        self._check_losses()
+        self._virtual_workers()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_parameters(optimizer, model)
+            if getattr(self.given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
+                raise InvalidSettingsError(
+                    "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
+                    "optimizer that returns a scheduler"
+                )
+        check_kinds(self.worker_callbacks(), (Callback,), "spark_elastic.ml.callbacks.Callback")
+        if self.given("device") not in (None, "auto"):
+            try:
+                torch.device(self.given("device"))
+            except RuntimeError as error:
+                raise InvalidSettingsError(f"device={self.given('device')!r}: {error}") from None
+
+    def _check_losses(self) -> None:
+        loss, labels = self.given("loss"), self.given("label_cols")
+        if loss is None and self.given("train_fn") is None:
+            raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
+        for each in as_list(loss):
+            if isinstance(each, type) or not callable(each):
+                hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
+                raise InvalidSettingsError(
+                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
+                )
+        if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
+            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
+
+    def label_dtypes(self) -> list[str | None]:
+        loss, labels = self.given("loss"), self.given("label_cols") or []
+        if (step := model_step_of(self.given("train_fn"))) is not None:
+            return [step.label_dtype] * len(labels)
+        each = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
+        return [objective.label_dtype(one) for one in each]
+
+    def _configured(self) -> dict[str, Any]:
+        """Return the settings that the model decides now that the rows are known."""
+        step, batch_size = model_step_of(self.given("train_fn")), self.batch_size()
+        if step is None:
+            return {}
+        steps = None if batch_size is None else -(-self.rows.rows("train") // batch_size)
+        return step.configured(self.given("model"), self.given("epochs"), steps)
+
+    def _virtual_workers(self) -> int | None:
+        """Return the shards of each batch, None unless the training is to be exact; raise if no setting says it."""
+        if self.given("consistency") != "exact":
+            return None
+        found = next(filter(None, map(self.given, ("virtual_workers", "max_num_proc", "num_proc"))), None)
+        if found is None:
+            raise InvalidSettingsError(
+                "consistency='exact' needs virtual_workers, the number of shards of each batch: the present slots of "
+                "the cluster must not decide it. Set virtual_workers, or max_num_proc"
+            )
+        return int(found)
+
+    def identity(self) -> dict[str, Any]:
+        configured = {name: each for name, each in self._configured().items() if name in self.deciding}
+        configured.pop("train_fn", None)
+        virtual = self._virtual_workers()
+        return {
+            **super().identity(),
+            **({} if virtual is None else {"virtual_workers": virtual}),
+            **{name: described(each) for name, each in configured.items()},
+        }
+
+    def prepare_model(self) -> None:
+        if lazy_names(self.given("model")):
+            initialise(self.make_training(self.rows.store))
+
+    def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
+        same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
+        settings = {
+            **self.common_settings(store, resume_from),
+            "metrics": self.given("metrics") or {},
+            "virtual_workers": self._virtual_workers(),
+            "generators": self.given("generators") or (),
+            "scheduler_monitor": self.given("scheduler_monitor"),
+            "callbacks": self.worker_callbacks(),
+            **{name: self.given(name) for name in same},
+        }
+        return TorchTraining(**{**settings, **self._configured()})
+
+    def fitted_model(self, fitted: Fitted) -> ElasticTorchModel:
+        model = ElasticTorchModel()
+        with trusted_files():  # written by the workers of this fit
+            module = serialization.trained_copy(self.training.model, self.trained.read(MODEL_FILE))
+        model._attach(module, fitted)
+        return model
