@@ -76,7 +76,7 @@ class OutputFiles:
         self._thread = threading.Thread(target=self._run, name="spark_elastic-output-files", daemon=True)
         self._thread.start()
 
-    def take(self, who: str, stream: str, text: str) -> None:
+    def add(self, who: str, stream: str, text: str) -> None:
         """Add a line of a process; `who` is its rank, or "slot 3" before it has one. Never blocks."""
         with self._lock:
             file, size = (who, stream), sys.getsizeof(text)

@@ -272,7 +272,7 @@ class Peers:
             del self._agent_of[worker]
             self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
-        self._addresses.gone(agent)
+        self._addresses.remove(agent)
         self._listens.pop(agent, None)
 
     # --- workers ----------------------------------------------------------------------------------------

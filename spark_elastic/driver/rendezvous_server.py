@@ -60,7 +60,7 @@ class RoundKeyValues:
         self._gatherings: dict[str, _Gathering] = {}
         """The groups of which not all members have sent their values."""
 
-    def begin(self, round: int) -> None:
+    def start_round(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
         self._round = round
         self._values.clear()
@@ -131,7 +131,7 @@ class RendezvousServer:
 
     The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
     without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
-    `encrypt`. A peer that has authenticated, and not said who it is within `hello_timeout_s`, is dropped.
+    `encrypt`. A peer that has authenticated, and not sent its hello within `hello_timeout_s`, is dropped.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class RendezvousServer:
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._hello_timeout_s = hello_timeout_s
         # the last answer before this side stands still may be an interval old
-        told_limit_s = silence_limit_s + heartbeat_interval_s
-        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
+        limit_s = silence_limit_s + heartbeat_interval_s
+        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
@@ -205,7 +205,7 @@ class RendezvousServer:
 
     def publish(self, assigned: wire.WorldAssigned) -> None:
         """Send a world to its members, encoded once for all of them, and start its key-value space."""
-        self._key_values.begin(assigned.world.round)
+        self._key_values.start_round(assigned.world.round)
         self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
@@ -237,7 +237,7 @@ class RendezvousServer:
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
         self._unnamed[stream] = asyncio.get_running_loop().call_later(
-            self._hello_timeout_s, stream.abort, "the peer did not say in time who it is"
+            self._hello_timeout_s, stream.abort, "the peer did not send its hello in time"
         )
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:

@@ -1,6 +1,6 @@
 """The decisions about the next world: its members and their ranks, and when to stop waiting for more workers.
 
-Most are pure functions; the class `Gathering` applies them while a job waits.
+Most are pure functions; the class `Quorum` applies them while a job waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Decision:
     """A decision to build the next world now, to wait for more workers, or to give up."""
 
     go: bool
-    wait: Wait | None = None  # what to wait for; None: go on, or give up
+    wait: Wait | None = None  # what to wait for; None: build it, or give up
     deadline: float | None = None  # when the answer changes if nothing happens
     expired: bool = False  # the time to wait is over: give up
 
@@ -165,7 +165,7 @@ def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float
     return Decision(False, Wait(WaitKind.REPLACEMENTS, have, 0, need, deadline - now), deadline)
 
 
-class Gathering:
+class Quorum:
     """Decides when enough workers are ready for the next world. It only reads the registry."""
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
@@ -179,12 +179,12 @@ class Gathering:
         self._enough_since: float | None = None
         self.backoff = RegroupBackoff(context.settings)
 
-    def begin(self, setting: str, now: float) -> None:
+    def start(self, setting: str, now: float) -> None:
         """Begin to wait. `setting`: the name of the timeout, "start_timeout" or "elastic_timeout"."""
         limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
-        self._timers.set(("gather", 0), self._until)
+        self._timers.set(("quorum", 0), self._until)
 
     def first_world(self, have: int, now: float) -> Decision:
         """Decide if `have` workers are enough for a world that starts without a state."""
@@ -194,7 +194,7 @@ class Gathering:
             self._enough_since = now
         return start(have, self._settings, now, enough_since=self._enough_since, deadline=self._until)
 
-    def gathered(self, ready: int, before: WorldChange) -> WorldChange:
+    def reached(self, ready: int, before: WorldChange) -> WorldChange:
         """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
         want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
         return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
@@ -214,7 +214,7 @@ class Gathering:
         """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
         assert decision.wait is not None
         assert decision.deadline is not None
-        self._timers.set(("gather", 0), decision.deadline)
+        self._timers.set(("quorum", 0), decision.deadline)
         return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:

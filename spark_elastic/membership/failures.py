@@ -23,7 +23,7 @@ from spark_elastic.settings import ElasticSettings
 DEFAULT_PAUSES_S = (0.5, 60.0)
 """Shortest and longest pause where a pause is needed although cooldown is off."""
 _FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}
-"""The number of failures from which a place of the kind cools down: one failed slot says little about its executor."""
+"""The number of failures from which one of the kind cools down: one failed slot says little about its executor."""
 
 
 def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
@@ -36,13 +36,13 @@ def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
 class _History:
     failures: int
     last: float
-    until: float  # when the place may be used; the time of the last failure while there were too few for a pause
+    until: float  # when it may be used; the time of the last failure while there were too few for a pause
 
 
 class Cooldown:
     """Counts failures of slots, executors and hosts, and makes each wait for an exponentially growing pause.
 
-    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count of a place starts again at
+    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count starts again at
     zero once it had no failure for as long as the longest pause, counted from the end of its last pause. Failures of
     one executor or host within the shortest pause of one another count as one: a dead executor takes all its workers
     with it.
@@ -63,7 +63,7 @@ class Cooldown:
         return self._count("slot", str(slot), now)
 
     def ready_at(self, place: Place) -> float:
-        """Return the time from which the place may be used; it is in the past if the place may be used now."""
+        """Return the time from which the slot may be used; it is in the past if it may be used now."""
         return max(
             self.slot_ready_at(place.slot), self._until("executor", place.executor), self._until("host", place.host)
         )
@@ -99,7 +99,7 @@ class Cooldown:
 
 # --- pauses between worlds ------------------------------------------------------------------------
 
-_FEWEST_TRIES = 5  # so many worlds are tried before the job is given up, even if that takes longer than the timeout
+_FEWEST_TRIES = 5  # this many worlds are tried before the job is given up, even if that takes longer than the timeout
 
 
 class RegroupBackoff:
@@ -254,7 +254,7 @@ class CrashLoopDetector:
         return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
-        returned = member.run_again_in == member.round  # and was to run again: the process may have ended as it should
+        returned = member.rerun_round == member.round  # and was to run again: the process may have ended as it should
         if exit.exit_code in EXITS_OF_OURS or (returned and exit.exit_code == 0):
             return False
         trained = member.round in self._rounds_that_trained
@@ -286,7 +286,7 @@ class BootFailures:
 
     @property
     def limit_reached(self) -> bool:
-        """True if so many processes exited that the job should fail."""
+        """True if the processes that exited are too many for the job to continue."""
         return not self.any_ready and self.count >= self.limit
 
     @property

@@ -138,7 +138,7 @@ def key_values() -> Guided:
             what, of = given.ConsumeIntInRange(0, 7), round - given.ConsumeIntInRange(-1, 1)
             if what == 0:
                 round += 1
-                store.begin(round)
+                store.start_round(round)
                 model, waiting = {}, []
             elif what <= 4:
                 key = given.ConsumeUnicode(given.ConsumeIntInRange(0, 2))

@@ -23,7 +23,8 @@ from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.elastic.loop import elastic_loop, frontend
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for

@@ -9,7 +9,7 @@ from spark_elastic.wire.messages import KvGather, KvGathered
 @pytest.fixture
 def store():
     store = RoundKeyValues()
-    store.begin(1)
+    store.start_round(1)
     return store
 
 
@@ -34,7 +34,7 @@ def test_a_new_round_forgets_values_and_requests_of_the_old_one(store):
     answers = []
     store.set(1, "a", b"old")
     store.get(1, ["b"], answers.append)
-    store.begin(2)
+    store.start_round(2)
     store.set(1, "b", b"late")
     store.get(2, ["a"], answers.append)
     assert answers == []
@@ -73,7 +73,7 @@ def test_groups_of_one_round_are_apart_and_a_new_round_forgets_them(store):
     answers = []
     store.gather(KvGather(1, "one", 0, 2, "a"), answers.append)
     store.gather(KvGather(1, "other", 1, 2, "b"), answers.append)
-    store.begin(2)
+    store.start_round(2)
     store.gather(KvGather(2, "one", 1, 2, "c"), answers.append)
     store.gather(KvGather(1, "one", 0, 2, "late"), answers.append)
     assert answers == []
