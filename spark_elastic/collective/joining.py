@@ -60,7 +60,7 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], FOREVER_S)
+            since = self._link.kv_get(self._round, f"{self._prefix(generation)}/first", FOREVER_S)
             if generation != self.joins:
                 return
             self._publishing = True
@@ -98,7 +98,7 @@ class CollectiveLog:
         )
         waits.start()
         while True:
-            (call,) = self._link.kv_get(self._round, [self._key(self.count)], FOREVER_S)
+            call = self._link.kv_get(self._round, self._key(self.count), FOREVER_S)
             if call == _END:
                 break
             _contribute_neutral(group, json.loads(call))

@@ -28,7 +28,6 @@ from spark_elastic.membership.reasons import (
 from spark_elastic.membership.registry import ADMITTED, BOOTING, READY, TRAINING, Worker, WorkerRegistry
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.topology import WorkerId, World
-from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
 _MOST_RANKS_NAMED = 8
@@ -135,36 +134,6 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
     return UnequalSteps(ranks[0], ranks[1], None if furthest is None else furthest.steps)
 
 
-def start(
-    ready: int, settings: ElasticSettings, now: float, *, enough_since: float | None, deadline: float
-) -> Decision:
-    """Decide if a first world can start with `ready` workers.
-
-    `enough_since`: since when `min_num_proc` workers are ready; None: they are not. `deadline`: when the job gives up.
-    """
-    need, want = settings.min_num_proc, settings.num_proc
-    if ready >= want:
-        return Decision(go=True)
-    if enough_since is not None and ready >= need:
-        until = min(enough_since + settings.start_grace_s, deadline)
-        if now >= until:
-            return Decision(go=True)
-        return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
-    if now >= deadline:
-        return Decision(False, deadline=deadline, expired=True)
-    return Decision(False, Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), deadline)
-
-
-def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float) -> Decision:
-    """Decide if `have` workers (with those that are done) are enough to continue from their state in a next world."""
-    need = settings.min_num_proc
-    if have >= need:
-        return Decision(go=True)
-    if now >= deadline:
-        return Decision(False, deadline=deadline, expired=True)
-    return Decision(False, Wait(WaitKind.REPLACEMENTS, have, 0, need, deadline - now), deadline)
-
-
 class Quorum:
     """Decides when enough workers are ready for the next world. It only reads the registry."""
 
@@ -186,13 +155,21 @@ class Quorum:
         self._enough_since = None
         self._timers.set(("quorum", 0), self._until)
 
-    def first_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers are enough for a world that starts without a state."""
-        if have < self._settings.min_num_proc:
+    def first_world(self, ready: int, now: float) -> Decision:
+        """Decide if `ready` workers are enough for a world that starts without a state."""
+        need, want, deadline = self._settings.min_num_proc, self._settings.num_proc, self._until
+        if ready < need:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        return start(have, self._settings, now, enough_since=self._enough_since, deadline=self._until)
+        if ready >= want:
+            return Decision(go=True)
+        if self._enough_since is not None:
+            until = min(self._enough_since + self._settings.start_grace_s, deadline)
+            if now >= until:
+                return Decision(go=True)
+            return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
+        return self._wait_until_deadline(Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), now)
 
     def reached(self, ready: int, before: WorldChange) -> WorldChange:
         """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
@@ -200,8 +177,15 @@ class Quorum:
         return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
 
     def next_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers are enough for a world that continues from their state."""
-        return self.paced(regroup(have, self._settings, now, deadline=self._until), now)
+        """Decide if `have` workers (with those that are done) are enough to continue from their state."""
+        need = self._settings.min_num_proc
+        if have >= need:
+            return self.paced(Decision(go=True), now)
+        return self._wait_until_deadline(Wait(WaitKind.REPLACEMENTS, have, 0, need, self._until - now), now)
+
+    def _wait_until_deadline(self, wait: Wait, now: float) -> Decision:
+        over = now >= self._until
+        return Decision(False, None if over else wait, self._until, expired=over)
 
     def paced(self, decision: Decision, now: float) -> Decision:
         """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""

@@ -71,8 +71,8 @@ BUGS = (
     Bug(
         "a late job waits for ever",
         "decisions",
-        "expired=True)\n    return Decision(False, Wait(WaitKind.REPL",
-        "wait=Wait(WaitKind.CAUSE))\n    return Decision(False, Wait(WaitKind.REPL",
+        "self._until, expired=over)",
+        "self._until, expired=over and wait.kind is not WaitKind.REPLACEMENTS)",
     ),
     Bug(
         "the survivors are not cut",

@@ -36,11 +36,10 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        missing = [key for key in keys if key not in self._values]
-        if missing:
-            timeout_s = timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S
-            values = self._link.kv_get(self._round, [self._prefix + key for key in missing], timeout_s)
-            self._values.update(zip(missing, values, strict=True))
+        timeout_s = timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S
+        for key in keys:
+            if key not in self._values:
+                self._values[key] = self._link.kv_get(self._round, self._prefix + key, timeout_s)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)

@@ -23,7 +23,7 @@ class Link:
     def cut_round(self):
         return 0
 
-    def kv_get(self, round, keys, timeout_s):
+    def kv_get(self, round, key, timeout_s):
         raise TimeoutError
 
 
