@@ -133,7 +133,7 @@ def queue_call(
 
 
 def refuse_call(group: Group | None, kind: str, name: str | None, error: UsageError) -> UsageError:
-    """Return the error for the caller to raise, and queue it for the other members, who wait for this collective."""
+    """Return the error for the caller to raise, and queue it for the other members, which wait for this collective."""
     if group is not None:
         group.negotiation.queue(kind, name, "", None, problem=str(error))
     return error

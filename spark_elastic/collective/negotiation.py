@@ -191,7 +191,6 @@ class Negotiation:
         assert pending.launched is not None
         return pending.launched
 
-    @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:
@@ -201,7 +200,6 @@ class Negotiation:
                 if isinstance(pending.error, SparkElasticError):
                     raise pending.error
 
-    @in_one_thread
     def serve_others(self, work: Any) -> None:
         """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
 
@@ -210,12 +208,10 @@ class Negotiation:
         """
         self.serve_begun(work.is_completed)
 
-    @in_one_thread
     def serve_begun(self, is_over: Callable[[], bool]) -> None:
         """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
         self._serve(is_over, lambda other: other._comparison is not None, start=False)
 
-    @in_one_thread
     def serve_until(self, is_over: Callable[[], bool]) -> None:
         """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
         self._serve(is_over, lambda other: bool(other._queue), start=True)

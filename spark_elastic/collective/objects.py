@@ -18,8 +18,6 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
 
-_HEAD_BYTES = 16 * 1024
-"""The size of an object's first message. Most objects fit into it, so one broadcast is enough."""
 _SIZE_BYTES, _MAC_BYTES = 8, 32
 _CHUNK_BYTES = 32 << 20
 
@@ -120,23 +118,19 @@ def _verified_size(signed: bytes, group: Group, sender: int) -> int:
 
 
 def _send(group: Group, data: bytes) -> None:
-    head = _signed_size(len(data), group, group.rank) + _signed(data, group, group.rank)
-    group.wait(group.broadcast(_tensor(head[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), group.rank))
-    if len(head) > _HEAD_BYTES:
-        group.wait(group.broadcast(_tensor(head[_HEAD_BYTES:]), group.rank))
+    for message in (_signed_size(len(data), group, group.rank), _signed(data, group, group.rank)):
+        group.wait(group.broadcast(_tensor(message), group.rank))
 
 
 def _receive(group: Group, root: int) -> bytes:
-    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
-    group.wait(group.broadcast(head, root))
-    message = head.numpy().tobytes()
-    begin = _SIZE_BYTES + _MAC_BYTES
-    end = begin + _MAC_BYTES + _verified_size(message[:begin], group, root)
-    if end > _HEAD_BYTES:
-        tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8, device="cpu")
-        group.wait(group.broadcast(tail, root))
-        message += tail.numpy().tobytes()
-    return _verified(message[begin:end], group, root)
+    size = _verified_size(_received(group, root, _SIZE_BYTES + _MAC_BYTES), group, root)
+    return _verified(_received(group, root, _MAC_BYTES + size), group, root)
+
+
+def _received(group: Group, root: int, nbytes: int) -> bytes:
+    message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    group.wait(group.broadcast(message, root))
+    return message.numpy().tobytes()
 
 
 # --- many tensors at once -------------------------------------------------------------------------

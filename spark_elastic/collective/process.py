@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.world import connect, members_of
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
+from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
@@ -94,17 +95,36 @@ class Process:
         if isinstance(answer, ProvisionalPosition):
             self._set_position(Position(rank=answer.rank, size=answer.size))
             return
+        try:
+            self.adopt(answer)
+        except HorovodInternalError as error:  # a member was lost at once, before anything was computed
+            log.info("round %d broke before it was connected: %s", answer.world.round, error)
+            self.join_next(None, 0)
+
+    def join_next(self, version: StateVersion | None, loop: int) -> bool:
+        """Leave the present world, and wait until a later one is connected.
+
+        Args:
+            version: of the state of this process.
+            loop: the number of the elastic loop that this process has entered; 0: none.
+
+        Returns:
+            True; False if the job is in a later loop, so that this process is in no world.
+        """
+        assert self.link is not None
         while True:
+            round = 0 if self.assignment is None else self.assignment.world.round
+            self.updates_handled = max(self.updates_handled, self.link.updates_seen())
+            # closing the groups takes as long as the driver needs for the next world
+            answer = self.link.join(round, version, loop, meanwhile=self.leave)
+            if isinstance(answer, ProvisionalPosition):
+                self.leave_until_loop()
+                return False
             try:
                 self.adopt(answer)
-                return
-            except HorovodInternalError as error:  # a member was lost at once, before anything has begun: join again
+                return True
+            except HorovodInternalError as error:
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
-                next_answer = self.link.join(answer.world.round, None, 0)
-                if isinstance(next_answer, ProvisionalPosition):  # the others are in the loop
-                    self.leave_until_loop()
-                    return
-                answer = next_answer
 
     def adopt(self, assignment: Assignment) -> None:
         """Leave the present world and join the one of this assignment.

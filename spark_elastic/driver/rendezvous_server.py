@@ -137,7 +137,7 @@ class RendezvousServer:
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._hello_timeout_s = hello_timeout_s
-        # the last answer before this side stands still may be an interval old
+        # the last answer before a pause of this side may be an interval old
         limit_s = silence_limit_s + heartbeat_interval_s
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,11 +15,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import KeptState, LaterLoop, loops, offer_result, result_of
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
-from spark_elastic.errors import HorovodInternalError
 from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import ProvisionalPosition
-
-log = logging.getLogger("spark_elastic.elastic.loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +114,13 @@ class CollectiveFrontend:
         """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)
-        while True:
-            round = process.assignment.world.round if process.assignment is not None else 0
-            try:
-                return self._join(round, version, moved)
-            except HorovodInternalError as error:
-                moved = True
-                log.info("the next world broke before it was connected: %s", error)
+        before = process.require()
+        if not process.join_next(version, loops.entered):
+            raise LaterLoop()
+        assert process.assignment is not None
+        after, world = process.require(), process.assignment.world
+        changed = (before.rank, before.size) != (after.rank, after.size)
+        return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
 
     def finished(self, loop: int, state: KeptState, result: Any) -> None:
         """Keep state and result of a loop that has returned, for the case that the function is called again."""
@@ -140,21 +135,6 @@ class CollectiveFrontend:
     def report_version(self, version: StateVersion) -> None:
         if process.link is not None:
             process.link.report_version(version)
-
-    def _join(self, round: int, version: StateVersion | None, moved: bool) -> Entry:
-        assert process.link is not None
-        before = process.require()
-        process.updates_handled = max(process.updates_handled, process.link.updates_seen())
-        # closing the groups takes as long as the driver needs for the next world
-        assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
-        if isinstance(assignment, ProvisionalPosition):
-            process.leave_until_loop()
-            raise LaterLoop()
-        process.adopt(assignment)
-        after = process.require()
-        world = assignment.world
-        changed = (before.rank, before.size) != (after.rank, after.size)
-        return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
 
 
 frontend = CollectiveFrontend()

@@ -242,7 +242,7 @@ def missing_in_words(causes: Sequence[LossCause]) -> str:
 
 _CHANGES = {
     WorldChangeKind.JOB_STARTS: "the job starts",
-    WorldChangeKind.STARTED_OVER: "starting over, nobody held a state ({before})",
+    WorldChangeKind.STARTED_OVER: "starting over, no worker held a state ({before})",
     WorldChangeKind.NEWCOMERS: "{change.have} more ready to train",
     WorldChangeKind.LEAVING: "{cause}",
     WorldChangeKind.MEMBER_LOST: "rank {change.rank} on {change.host} is gone: {cause}",

@@ -12,7 +12,7 @@ from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashL
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
-from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
+from spark_elastic.membership.topology import AgentId, HostSet, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
@@ -195,11 +195,8 @@ class SlotScheduler:
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
         before = self._allowed
-        if hosts is None:
-            self._allowed = None
-            return before is not None
-        self._allowed, update = (before or HostSet()).updated(hosts)
-        return before is None or update is not HostUpdate.NO_UPDATE
+        self._allowed = None if hosts is None else (before or HostSet()).updated(hosts)
+        return self._allowed != before
 
     def decommission(self, executor: str) -> list[Agent]:
         """Retire an executor. Returns its agents that were not retiring yet."""

@@ -164,7 +164,7 @@ class SharedWork(NamedTuple):
 
 
 class SharedMemoryReducer:
-    """Reductions and broadcasts among the members of one host, who are all members of their group.
+    """Reductions and broadcasts among the members of a group, which are all on one host.
 
     One thread uses it; `cut` may be called from another.
     """
