@@ -131,7 +131,7 @@ class Group:
 
     @in_one_thread
     def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
-        """Return the bytes of all members, which must have equal lengths; see `reduce.Owner.exchange`."""
+        """Return the bytes of all members, which must have equal lengths; see `reduce.GroupContext.exchange`."""
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = sent.new_empty((self.size, sent.numel()))
         work = self.gloo.launch("_allgather_base", everyone.view(-1), sent)

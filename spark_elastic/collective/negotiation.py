@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from spark_elastic import clock
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.reduce import STALL_S, Owner
+from spark_elastic.collective.reduce import STALL_S, GroupContext
 from spark_elastic.errors import MismatchError, SparkElasticError, UsageError
 
 
-class Members(Owner, Protocol):
+class Members(GroupContext, Protocol):
     """The group whose calls are compared: four of its methods, and the members' ranks in the world."""
 
     world_ranks: Sequence[int]

@@ -69,7 +69,7 @@ Fill = Callable[[torch.Tensor, int], None]
 """`fill(out, start)` writes the elements of a flat tensor from index `start` on into `out`."""
 
 
-class Owner(Protocol):
+class GroupContext(Protocol):
     """What the parts of a group use of it."""
 
     round: int

@@ -28,7 +28,7 @@ from spark_elastic.collective.gloo.shutdown import (
     leave_behind,
     open_sockets,
 )
-from spark_elastic.collective.reduce import STALL_S, Fill, Owner
+from spark_elastic.collective.reduce import STALL_S, Fill, GroupContext
 from spark_elastic.errors import HorovodInternalError
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -69,7 +69,7 @@ class GlooCollectives:
     `owner` is the group, which reports the end of its round.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: GroupContext) -> None:
         self._owner = owner
         self._over = threading.Event()
         """Set once the members are connected, or the round has ended."""

@@ -29,7 +29,7 @@ from spark_elastic.collective.gpu.devices import (
     MemberDevice,
     choose_backend,
 )
-from spark_elastic.collective.reduce import GLOO, GPU_SPIN_S, STALL_S, Fill, Owner, reduction_setting
+from spark_elastic.collective.reduce import GLOO, GPU_SPIN_S, STALL_S, Fill, GroupContext, reduction_setting
 from spark_elastic.errors import HorovodInternalError
 
 log = logging.getLogger("spark_elastic.collective")
@@ -106,7 +106,7 @@ class NcclReductions:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: GroupContext,
         connect_store: Callable[[], Any],
         stall_s: float = STALL_S,
         runtime: CudaRuntime | None = None,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spark_elastic import clock
-from spark_elastic.collective.reduce import AUTO, GLOO, REDUCTION_SETTING, SHARED, Owner, reduction_setting
+from spark_elastic.collective.reduce import AUTO, GLOO, REDUCTION_SETTING, SHARED, GroupContext, reduction_setting
 from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE, OwnSegment, Peer
 from spark_elastic.errors import UsageError
 
@@ -42,7 +42,7 @@ _LOSS_IS_KNOWN_S = 5.0
 """The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
 
 
-def find_peers(group: Owner, key: bytes) -> tuple[OwnSegment, list[Peer]] | None:
+def find_peers(group: GroupContext, key: bytes) -> tuple[OwnSegment, list[Peer]] | None:
     """Return this member's segment and those of the other members; None if any of them cannot be opened.
 
     All members of the group, which alone know the `key`, call this together; all of them get segments or all get None.
@@ -82,7 +82,7 @@ def find_peers(group: Owner, key: bytes) -> tuple[OwnSegment, list[Peer]] | None
     return None
 
 
-def _check_alive_for(seconds: float, group: Owner) -> None:
+def _check_alive_for(seconds: float, group: GroupContext) -> None:
     """Wait, and raise HorovodInternalError if the group is closed or its round ends meanwhile."""
     until = clock.monotonic() + seconds
     while (left := until - clock.monotonic()) > 0:

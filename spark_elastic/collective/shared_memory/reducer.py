@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_elastic import clock
-from spark_elastic.collective.reduce import CHUNKS_BEFORE_READING, SMALL_CHUNK_BYTES, SPIN_S, STALL_S, Fill, Owner
+from spark_elastic.collective.reduce import (
+    CHUNKS_BEFORE_READING,
+    SMALL_CHUNK_BYTES,
+    SPIN_S,
+    STALL_S,
+    Fill,
+    GroupContext,
+)
 from spark_elastic.collective.shared_memory.combining import (
     DTYPES,
     OPERATORS,
@@ -91,7 +98,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
 class SpinWait:
     """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: GroupContext) -> None:
         self._owner = owner
         self._asleep_on = 0
 
@@ -169,7 +176,7 @@ class SharedMemoryReducer:
     One thread uses it; `cut` may be called from another.
     """
 
-    def __init__(self, own: OwnSegment, peers: list[Peer], owner: Owner) -> None:
+    def __init__(self, own: OwnSegment, peers: list[Peer], owner: GroupContext) -> None:
         self._owner = owner
         self._own = own
         self._rank = owner.rank
