@@ -14,7 +14,7 @@ from spark_elastic.errors import RepeatedCrashError, WorkerStartError
 from spark_elastic.membership.events import WorkerLost
 from spark_elastic.membership.reasons import LossKind, loss_in_words
 from spark_elastic.membership.registry import Worker
-from spark_elastic.membership.timeline import PlaceCooledDown
+from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
 from spark_elastic.settings import ElasticSettings
 
@@ -53,12 +53,12 @@ class Cooldown:
         self._histories: dict[tuple[str, str], _History] = {}
         self._forget_from = 64  # the number of histories at which the old ones among them are looked for
 
-    def failed(self, place: Place, now: float) -> list[PlaceCooledDown]:
+    def failed(self, place: Place, now: float) -> list[CooldownStarted]:
         """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
         levels = (("slot", str(place.slot)), ("executor", place.executor), ("host", place.host))
         return [record for kind, name in levels for record in self._count(kind, name, now)]
 
-    def slot_failed(self, slot: SlotId, now: float) -> list[PlaceCooledDown]:
+    def slot_failed(self, slot: SlotId, now: float) -> list[CooldownStarted]:
         """Count a failure of a slot alone, because its executor is not known or not the cause. Returns as `failed`."""
         return self._count("slot", str(slot), now)
 
@@ -76,7 +76,7 @@ class Cooldown:
         history = self._histories.get((kind, name))
         return float("-inf") if history is None else history.until
 
-    def _count(self, kind: str, name: str, now: float) -> list[PlaceCooledDown]:
+    def _count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
         if self._range_s is None:
             return []
         shortest, longest = self._range_s
@@ -94,7 +94,7 @@ class Cooldown:
         if doublings < 0:
             return []
         history.until = now + _pause_s(self._range_s, doublings)
-        return [PlaceCooledDown(now, kind, name, history.failures, history.until)]
+        return [CooldownStarted(now, kind, name, history.failures, history.until)]
 
 
 # --- pauses between worlds ------------------------------------------------------------------------

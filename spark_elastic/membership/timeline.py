@@ -106,7 +106,7 @@ class WorldBroken(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceCooledDown(Record):
+class CooldownStarted(Record):
     """A slot, executor or host failed and is not used before `until`."""
 
     kind: str  # one of "slot", "executor" and "host"
