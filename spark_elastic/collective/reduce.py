@@ -2,10 +2,10 @@
 
 | tensor | way | if | chosen by |
 |---|---|---|---|
-| on the CPU | shared memory (`shared_memory/`) | all members are on one host and can open one another's memory, and the type and operator are in `combining` | `benchmarks/allreduce.py`: a fifth to a half of Gloo's time at all sizes |
-| on a GPU | NCCL (`gpu/`) | each member has a GPU of its own, and a torch and an NCCL that can be aborted | `tests/gpu`: a step with it stays in the GPU's memory |
+| on the CPU | shared memory (`shared_memory/`) | all members are on one host and can open one another's memory, and the type and operator are in `combining` | `benchmarks/allreduce.py`: a fifth to two thirds of Gloo's time, from 4 bytes to 105 MB |
+| on a GPU | NCCL (`gpu/`) | each member has a GPU of its own, and a torch and an NCCL that can be aborted | `docs/gpus.md`: the tensor stays in the GPU's memory |
 | on a GPU | a copy in the host's memory, then as on the CPU | otherwise | |
-| any other | Gloo's ring (`gloo/`) | always | `benchmarks/allreduce.py`: on several hosts no slower than sums by host (`docs/decisions/12-shared-memory-reduction.md`) |
+| any other | Gloo's ring (`gloo/`) | always | `benchmarks/allreduce.py`: sums host by host were slower from 1 MB on (`docs/decisions/12-shared-memory-reduction.md`) |
 
 `choose` is this table. All members choose alike: the conditions are compared when the group connects (shared memory)
 or at its first tensor on a GPU (NCCL).
