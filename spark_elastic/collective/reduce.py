@@ -1,15 +1,18 @@
-"""The ways in which a group reduces tensors, chosen in one table; and their thresholds.
+"""The ways in which a group reduces tensors, chosen in one table (`choose`); and their thresholds.
 
-| tensor | way | if | chosen by |
-|---|---|---|---|
-| on the CPU | shared memory (`shared_memory/`) | all members are on one host and can open one another's memory, and the type and operator are in `combining` | `benchmarks/allreduce.py`: a fifth to two thirds of Gloo's time, from 4 bytes to 105 MB |
-| on a GPU | NCCL (`gpu/`) | each member has a GPU of its own, and a torch and an NCCL that can be aborted | `docs/gpus.md`: the tensor stays in the GPU's memory |
-| on a GPU | a copy in the host's memory, then as on the CPU | otherwise | |
-| any other | Gloo's ring (`gloo/`) | always | `benchmarks/allreduce.py`: sums host by host were slower from 1 MB on (`docs/decisions/12-shared-memory-reduction.md`) |
+    tensor      way                         if
+    on the CPU  `shared_memory`             all members are on one host and can open one another's memory, and the
+                                            type and operator are in `combining`
+    on the CPU  Gloo's ring (`gloo`)        always
+    on a GPU    NCCL (`gpu`)                each member has a GPU of its own, and a torch and NCCL that can be aborted
+    on a GPU    a copy in the host's        always
+                memory, as on the CPU
 
-`choose` is this table. All members choose alike: the conditions are compared when the group connects (shared memory)
-or at its first tensor on a GPU (NCCL).
-"""  # noqa: E501
+All members choose alike: the conditions are compared when the group connects (shared memory) or at its first tensor on
+a GPU (NCCL). `benchmarks/allreduce.py` chose shared memory, which takes a fifth to two thirds of Gloo's time from 4
+bytes to 105 MB, and Gloo's ring between hosts, where sums host by host were slower from 1 MB on
+(`docs/decisions/12-shared-memory-reduction.md`). With NCCL tensors stay in the GPUs' memory (`docs/gpus.md`).
+"""
 
 from __future__ import annotations
 
