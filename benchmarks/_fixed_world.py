@@ -85,16 +85,15 @@ class FixedLink:
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> list[str]:
         self.kv_set(round, f"gather/{name}/{rank}", value.encode())
-        keys = [f"gather/{name}/{each}" for each in range(size)]
-        return [each.decode() for each in self.kv_get(round, keys, timeout_s)]
+        return [self.kv_get(round, f"gather/{name}/{each}", timeout_s).decode() for each in range(size)]
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self._store.set(f"{round}/{key}", value.hex())
 
-    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        if any(key.startswith("join/") for key in keys):
-            threading.Event().wait()  # nobody calls hvd.join() here
-        return [bytes.fromhex(self._store.get(f"{round}/{key}").decode()) for key in keys]
+    def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
+        if key.startswith("join/"):
+            threading.Event().wait()  # no rank calls hvd.join() here
+        return bytes.fromhex(self._store.get(f"{round}/{key}").decode())
 
 
 @contextmanager
@@ -102,11 +101,11 @@ def without_shared_memory() -> Iterator[None]:
     """Have this process reduce through Gloo meanwhile; all members do that at the same places."""
     group = process.group()
     assert group is not None
-    shared, group._shared = group._shared, None
+    shared, group.ways.shared_memory = group.ways.shared_memory, None
     try:
         yield
     finally:
-        group._shared = shared
+        group.ways.shared_memory = shared
 
 
 def run_in_fixed_world(processes: int, hosts: int, mbit_per_s: int | None = None) -> int:

@@ -32,8 +32,7 @@ from _fixed_world import join_fixed_world, run_in_fixed_world, without_shared_me
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import LARGE_BYTES
-from spark_elastic.collective.shared_memory_reducer import _WINDOW as WINDOW
+from spark_elastic.collective.reduce import CHUNKS_BEFORE_READING, LARGE_CHUNK_BYTES
 
 RESULTS = Path(__file__).parent / "results" / "allreduce.json"
 SIZES = (4, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 26_000_000, 105_000_000)
@@ -61,8 +60,8 @@ def compare(nbytes: int, rounds: int) -> dict[str, list[float]]:
         with without_shared_memory():
             reduce()
 
-    chunks = tensor.split(LARGE_BYTES // 4)
-    window = min(len(chunks), WINDOW)
+    chunks = tensor.split(LARGE_CHUNK_BYTES // 4)
+    window = min(len(chunks), CHUNKS_BEFORE_READING)
     slots = [[torch.zeros(chunks[0].numel()) for _ in range(window)] for _ in range(hvd.local_size())]
 
     def in_memory() -> None:

@@ -1,7 +1,8 @@
 """Collectives among the processes of a world; the frameworks' frontends are built on them.
 
-A call goes through these modules: `operations` (and `allreduce`, `objects`) has the collectives, `calls` queues them,
-`negotiation` compares the members' calls, `group` selects the way (shared memory, NCCL, or Gloo in `gloo`).
-`process` and `process_sets` have the position in the world and the groups; `fused` reduces gradients.
-`surface` lists the names that are the same for every framework.
+`world.connect` makes the `group` of a world; `process` has this process's position and its groups, `process_sets` the
+groups of chosen ranks. A call goes through these modules: `operations` (and `allreduce`, `objects`) has the
+collectives, `calls` queues them, `negotiation` compares the members' calls, and `reduce` chooses the way of a
+reduction: `shared_memory`, `gpu` (NCCL) or `gloo`. `fused` reduces gradients; `surface` lists the names that are the
+same for every framework.
 """

@@ -15,7 +15,7 @@ from spark_elastic.collective.calls import (
     refuse_call,
     start_allgather,
 )
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.negotiation import Launched, Launching
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
@@ -137,7 +137,7 @@ def _reduce(
 
     grouped = kind != "allreduce"
 
-    def launch(group: GlooGroup) -> Launched:
+    def launch(group: Group) -> Launched:
         factor = postscale / (group.size if op is Average else 1)
         works = []
         sent: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
@@ -190,7 +190,7 @@ def sparse_allreduce_async(
     if group is None:
         return SparseHandle(None, [], tensor.clone)
 
-    def launch(group: GlooGroup) -> Launching:
+    def launch(group: Group) -> Launching:
         sparse = tensor.detach().coalesce()
         launched = []
         for part in (sparse.indices().t().contiguous(), sparse.values()):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.collective.reduction import Sum
@@ -55,14 +55,14 @@ def sum_rows(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     return sums if group is None else sum_over_group(group, sums)
 
 
-def normalised_group(process_set: ProcessSet) -> GlooGroup | None:
+def normalised_group(process_set: ProcessSet) -> Group | None:
     """Return the group whose rows are normalised together; None if this process is alone or in no world."""
     if process.position is None or process.provisional:
         return None
     return process_set.group()
 
 
-def sum_over_group(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
+def sum_over_group(group: Group, numbers: torch.Tensor) -> torch.Tensor:
     """Sum `numbers`, float64, over the members, in place, and return them.
 
     Raises:

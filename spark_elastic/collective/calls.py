@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, Pending, until_done
 from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.reduction import ReduceOp
@@ -33,7 +33,7 @@ class Handle:
 
     def __init__(
         self,
-        group: GlooGroup | None,
+        group: Group | None,
         works: Sequence[Any],
         finish: Callable[[], Any] | None,
         pending: Pending | None = None,
@@ -117,11 +117,11 @@ def synchronize(handle: Handle) -> Any:
 
 
 def queue_call(
-    group: GlooGroup,
+    group: Group,
     kind: str,
     name: str | None,
     description: str,
-    launch: Callable[[GlooGroup], Launched | Launching],
+    launch: Callable[[Group], Launched | Launching],
     handle: type[Handle] = Handle,
 ) -> Handle:
     """Queue a collective for comparison with the other members' calls; return its handle, of the class `handle`.
@@ -132,14 +132,14 @@ def queue_call(
     return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
 
 
-def refuse_call(group: GlooGroup | None, kind: str, name: str | None, error: UsageError) -> UsageError:
-    """Return the error for the caller to raise, and queue it for the other members, who wait for this collective."""
+def refuse_call(group: Group | None, kind: str, name: str | None, error: UsageError) -> UsageError:
+    """Return the error for the caller to raise, and queue it for the other members, which wait for this collective."""
     if group is not None:
         group.negotiation.queue(kind, name, "", None, problem=str(error))
     return error
 
 
-def agree(group: GlooGroup | None, kind: str, description: str = "", name: str | None = None, detail: str = "") -> bool:
+def agree(group: Group | None, kind: str, description: str = "", name: str | None = None, detail: str = "") -> bool:
     """Wait until all members have called this with the same `kind`, `name` and `description`; None: a world of one.
 
     Returns:
@@ -173,7 +173,7 @@ def describe_reduction(
 # --- launching ----------------------------------------------------------------------------------------
 
 
-def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launching:
+def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
     """Launch an all-gather of contiguous tensors along the first dimension, without comparing the members' calls."""
     everyone = torch.empty(group.size, dtype=torch.int64, device="cpu")
     yield from until_done(group, group.allgather(everyone, torch.tensor([tensor.shape[0]], device="cpu")))
@@ -197,14 +197,3 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     out = tensor.new_zeros((rows, *tensor.shape[1:]))
     out[: tensor.shape[0]] = tensor
     return out
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory.
-
-    Gloo has fewer types than torch, but it moves bytes.
-    """
-    if not tensor.numel():  # an empty tensor may have a stride of 0, which cannot be viewed as another type
-        return tensor.new_empty(0, dtype=torch.uint8)
-    # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

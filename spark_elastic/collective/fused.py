@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from spark_elastic.collective.calls import agree
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from spark_elastic.collective.reduction import (
     Average,
     CastCompressor,
@@ -32,10 +33,6 @@ from spark_elastic.collective.reduction import (
 from spark_elastic.errors import HorovodInternalError
 
 # --- buckets ----------------------------------------------------------------------------------------
-
-BUCKET_BYTES = 25 << 20
-"""The size at which a bucket is full. Buckets are filled in the usual order of backward: last layer first."""
-FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Bucket:
@@ -102,7 +99,7 @@ class Bucket:
         wire = self.compression.dtype if cast else self.flat.dtype  # type: ignore[attr-defined]
         self._before, self.after = scaling_factors(op, predivide, size, wire)
 
-    def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
+    def send(self, group: Group, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Launch the reduction of the scaled gradients; `flags` and `piggyback` are sent with their present values.
 
         Rounding and a user's compressor are applied to the gradients alone.
@@ -138,9 +135,9 @@ class Bucket:
         gradients_end = self._starts[-1]
         number = bisect_right(self._starts, start) - 1
         while number < len(self._sources) and self._starts[number] < end:
-            source, place = self._sources[number], self._starts[number]
+            source, begin = self._sources[number], self._starts[number]
             size = self.params[number].numel()
-            first, last = max(place, start), min(place + size, end)
+            first, last = max(begin, start), min(begin + size, end)
             number += 1
             if first >= last:
                 continue
@@ -149,7 +146,7 @@ class Bucket:
                 part.zero_()
                 continue
             if last - first < size:
-                source = source[first - place : last - place]
+                source = source[first - begin : last - begin]
             torch.mul(source, self._before, out=part)
         if end > gradients_end and out is not self.flat:
             first = max(start, gradients_end)
@@ -272,14 +269,14 @@ class Comparison(Protocol):
     def left(self) -> int:
         """The number of comparisons that may be necessary."""
 
-    def compare(self, group: GlooGroup, left: int) -> int:
+    def compare(self, group: Group, left: int) -> int:
         """Compare, on all members; `left` is the most that a member has. Returns the number that is left now."""
 
 
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
 
-    The results are in buckets that are reused once nobody refers to one of them. The members' agreement on a coming
+    The results are in buckets that are reused once no tensor refers to one of them. The members' agreement on a coming
     world is sent with them.
 
     Args:
@@ -310,7 +307,7 @@ class FusedReduction:
         self._align = align
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._piggyback_width = 0
-        self._agreed_on: GlooGroup | None = None
+        self._agreed_on: Group | None = None
         """The group whose members were found to have the same plan."""
         self._comparison: Comparison | None = None
         """Compares the parameters before the next step in this group; None: they are equal."""
@@ -351,7 +348,7 @@ class FusedReduction:
 
     def _reduce(
         self,
-        group: GlooGroup,
+        group: Group,
         tensors: Sequence[torch.Tensor],
         scalars: torch.Tensor | None,
         comparison: Comparison | None,
@@ -401,15 +398,15 @@ class FusedReduction:
         width = scalars.numel() if scalars is not None and self._compression is NoneCompressor else 0
         if kinds == self._kinds and width == self._piggyback_width:
             return
-        places = {id(tensor): index for index, tensor in enumerate(tensors)}
-        parts = [[places[id(tensor)] for tensor in part] for part in partition(list(tensors), None)]
+        index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+        parts = [[index_of[id(tensor)] for tensor in part] for part in partition(list(tensors), None)]
         # the flag and the numbers are in the last bucket, which has the most precise type
         parts.sort(key=lambda part: torch.finfo(tensors[part[0]].dtype).bits)
         self._kinds, self._piggyback_width, self._parts = kinds, width, parts
         self._sets = []
         self._agreed_on = None
 
-    def _agree(self, group: GlooGroup, comparison: Comparison | None) -> None:
+    def _agree(self, group: Group, comparison: Comparison | None) -> None:
         """Compare the plan with those of the other members, and find out whether to compare the parameters.
 
         Raises:

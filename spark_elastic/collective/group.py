@@ -1,36 +1,37 @@
-"""The group that a round's collectives run on: Gloo, with faster reductions through shared memory and NCCL."""
+"""The group of a world's members, or of some of them: collectives on tensors, and their end."""
 
 from __future__ import annotations
 
-import logging
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from spark_elastic.collective.calls import as_bytes
-from spark_elastic.collective.combining import combinable
-from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
-from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
-from spark_elastic.collective.joining import STALL_S
+from spark_elastic.collective import reduce
+from spark_elastic.collective.gloo.process_group import GlooCollectives
+from spark_elastic.collective.joining import CollectiveLog
+from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.shared_memory import find_peers
-from spark_elastic.collective.shared_memory_reducer import (
-    SharedMemoryReducer,
-    SharedWork,
-    SpinWait,
-)
+from spark_elastic.collective.reduce import Fill, Ways
+from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
-log = logging.getLogger("spark_elastic.collective")
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory.
 
-# --- host staging: collectives on tensors of a GPU through copies in this host's memory ------------------
+    Gloo has fewer types than torch, but it moves bytes.
+    """
+    if not tensor.numel():  # an empty tensor may have a stride of 0, which cannot be viewed as another type
+        return tensor.new_empty(0, dtype=torch.uint8)
+    # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class StagedWork(NamedTuple):
-    """A collective on copies in the host's memory."""
+    """A collective on copies, in the host's memory, of tensors that are on a GPU."""
 
     inner: Any
     """The collective that was launched on the copies."""
@@ -41,129 +42,161 @@ class StagedWork(NamedTuple):
         return bool(self.inner.is_completed())
 
 
-def is_on_gpu(*tensors: torch.Tensor) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors)
-
-
 def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
     """Call `collective` with copies of `result` and `inputs` in the host's memory; `wait` copies the result back."""
     copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
     return StagedWork(collective(*copies), lambda: result.copy_(copies[0]))
 
 
-# --- the group --------------------------------------------------------------------------------------
+class Group:
+    """The members that one round connects under a name; made by `world.connect`.
 
+    One thread uses it; `cut`, which ends it, may be called from any thread. All members launch its collectives in the
+    same order, and wait for them in any order. Each launch returns the work to wait for.
 
-class Group(GlooGroup):
-    """A `GlooGroup` that selects the fastest way for each reduction: shared memory, NCCL or Gloo.
-
-    `hosts` are the members' hosts, in the order of their ranks in this group.
+    Args:
+        link: the link to the driver.
+        round: the number of the world.
+        name: identifies the group among those of the round.
+        rank: of this member in the group.
+        world_ranks: the members' ranks in the world.
     """
 
-    def __init__(
-        self, link: WorkerLink, round: int, name: str, rank: int, addresses: Sequence[str], hosts: Sequence[str]
-    ) -> None:
-        super().__init__(link, round, name, rank, addresses)
-        self._hosts = list(hosts)
-        self._shared: SharedMemoryReducer | None = None
-        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/"), STALL_S)
+    def __init__(self, link: WorkerLink, round: int, name: str, rank: int, world_ranks: Sequence[int]) -> None:
+        self.round = round
+        self.rank = rank
+        self.size = len(world_ranks)
+        self.name = name
+        self.world_ranks = world_ranks
+        self.objects = 0
+        """The number of object collectives so far. Their MACs cover it, so that no message can be replayed."""
+        self.notes: list[str] = []
+        """The texts that the members have sent one another when they connected, by rank."""
+        self.why: str | None = None
+        """The reason why the group is over; None while it is in use."""
+        self.log = CollectiveLog(link, round, name, rank, self.size)
+        self.negotiation = Negotiation(self)
+        self.gloo = GlooCollectives(self)
+        self.ways = Ways(self.gloo)
+        self._link = link
+        open_groups.add(self)
 
-    def connect(self) -> None:
-        """Connect all members to one another; see `GlooGroup.connect`. Then find those that can share memory."""
-        try:
-            super().connect()
-            if self._may_share_memory():
-                self._shared = self._share_memory()
-        except BaseException:
-            self.close()
-            raise
-
-    def _may_share_memory(self) -> bool:
-        """Return True if all members could share memory, on one host; the answer is the same on all of them."""
-        if len(self.kinds) > 1:
-            log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
-            return False
-        return self.size > 1 and len(set(self._hosts)) == 1
-
-    def _share_memory(self) -> SharedMemoryReducer | None:
-        """Find the other members' memory; return None, on all members alike, if that fails."""
-        found = find_peers(self, self._link)
-        if found is None:
-            return None
-        return SharedMemoryReducer(found, self.round, SpinWait(self.check_alive, self.report_stall))
+    # --- reductions: the ways are in `reduce` -----------------------------------------------------
 
     @in_one_thread
-    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
+    def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> Any:
+        """Launch an all-reduce of a contiguous tensor, which holds the result after `wait`.
+
+        `fill` writes this member's contribution; None: it is in `tensor`.
+        """
         self._settle()
-        if is_on_gpu(tensor):
+        way = reduce.choose(self.ways, tensor, op)
+        if way is None:
             if fill is not None:
                 fill(tensor, 0)
-            return self._allreduce_on_gpu(tensor, op)
-        shared = self._shared
-        if shared is None or not combinable(tensor, op):
-            return super().allreduce(tensor, op, fill)
+            return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
-        return shared.launch(tensor, op, fill)
-
-    def _allreduce_on_gpu(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
-        if self.kinds == {"gpu"} and self._gpu.takes(tensor):
-            self.check_alive()
-            self.log.launched("allreduce", tensor, op)
-            return self._gpu.launch(tensor, op)
-        return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
+        return way.allreduce(tensor, op, fill)
 
     @in_one_thread
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        if is_on_gpu(tensor):
+        """Launch a broadcast of the tensor of rank `root`."""
+        if reduce.is_on_gpu(tensor):
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
-        if self._shared is None:
-            return super().broadcast(tensor, root)
         self._settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return self._shared.launch_broadcast(as_bytes(tensor), root)
+        return (self.ways.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
 
+    # --- collectives that Gloo alone has ----------------------------------------------------------
+
+    @in_one_thread
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        if is_on_gpu(out, tensor):
+        """Launch an all-gather of tensors of equal size; `out` receives them in rank order."""
+        if reduce.is_on_gpu(out, tensor):
             return launch_staged(self.allgather, out, tensor)
-        return super().allgather(out, tensor)
+        self._settle()
+        self.log.launched("allgather", tensor, None)
+        return self.gloo.launch("_allgather_base", out, tensor)
 
+    @in_one_thread
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> Any:
-        if is_on_gpu(out, tensor):
-            return launch_staged(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
-        return super().alltoall(out, tensor, received, sent)
+        """Launch an all-to-all. `received` and `sent` count the rows from and to each member."""
+        if reduce.is_on_gpu(out, tensor):
+            return launch_staged(lambda out, tensor: self.alltoall(out, tensor, received, sent), out, tensor)
+        self._settle()
+        self.log.launched("alltoall", tensor, None)
+        return self.gloo.launch("alltoall_base", out, tensor, received, sent)
+
+    @in_one_thread
+    def exchange(self, mine: bytes, *, serve: bool = False) -> list[bytes]:
+        """Return the bytes of all members, which must have equal lengths; see `reduce.GroupContext.exchange`."""
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everyone = sent.new_empty((self.size, sent.numel()))
+        work = self.gloo.launch("_allgather_base", everyone.view(-1), sent)
+        if serve:
+            self.negotiation.serve_others(work)
+        self.wait(work)
+        return [row.numpy().tobytes() for row in everyone]
+
+    def _settle(self) -> None:
+        """Launch the queued collectives first; see `Negotiation.settle`."""
+        if self.negotiation.is_due:
+            self.negotiation.settle()
 
     @in_one_thread
     def wait(self, work: Any) -> None:
+        """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         if isinstance(work, StagedWork):
             self.wait(work.inner)
             work.copy_back()
-            return
-        if isinstance(work, NcclWork):
-            self._gpu.wait(work)
-            return
-        if isinstance(work, SharedWork):
-            self.check_alive()
-            assert self._shared is not None
-            self._shared.wait(work)
-            return
-        super().wait(work)
+        else:
+            getattr(work, "way", self.gloo).wait(work)  # a work of torch's names no way: it is Gloo's
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raise HorovodInternalError if the group was closed, or the driver has ended the round."""
+        if self.why is not None:
+            raise HorovodInternalError(f"round {self.round} is over: {self.why}")
+        if self._link.cut_round() >= self.round:
+            raise HorovodInternalError(f"round {self.round} is over: the driver has ended it")
+
+    def report_stall(self, begins: bool) -> None:
+        """Report the beginning or the end of a long wait to the driver, and look for ranks that have joined."""
+        if begins:
+            self.log.stalled()
+        self._link.blocked(begins)
 
     def cut(self, why: str) -> None:
-        super().cut(why)
-        if self._shared is not None:
-            self._shared.interrupt()
-        self._gpu.cut()
+        """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
+        self.why = self.why or why
+        for way in self.ways.open():
+            way.cut()
 
     def close(self) -> None:
-        super().close()
-        self._gpu.cut()
-        if self._shared is not None:
-            self._shared.close()
+        """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
+        self.why = self.why or "the group was closed"
+        self.negotiation.close()
+        for way in self.ways.open():
+            way.close()
+        open_groups.discard(self)
 
-    def _close_in_child(self) -> None:
-        super()._close_in_child()
-        self._gpu.close_in_child()
-        if self._shared is not None:
-            self._shared.close_in_child()
+    def close_in_child(self) -> None:
+        self.why = "this is a forked child"
+        for way in self.ways.open():
+            way.close_in_child()
+
+
+open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for group in list(open_groups):
+        group.close_in_child()
+
+
+# A data loader's forked worker would otherwise keep its parent's connections open when the parent is killed, and the
+# parent's peers would not notice until that worker has ended too.
+os.register_at_fork(after_in_child=_close_all_in_child)

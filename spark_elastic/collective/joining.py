@@ -12,20 +12,16 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from spark_elastic.collective.negotiation import Members
 from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
 
-if TYPE_CHECKING:
-    from spark_elastic.collective.gloo import GlooGroup
-
-STALL_S = 0.25
-"""A collective that takes longer makes a rank ask whether another one has joined."""
 FOREVER_S = 1e6
 """The time limit of a wait that only the end of the round ends."""
 _END = b"end"
@@ -64,7 +60,7 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], FOREVER_S)
+            since = self._link.kv_get(self._round, f"{self._prefix(generation)}/first", FOREVER_S)
             if generation != self.joins:
                 return
             self._publishing = True
@@ -91,7 +87,7 @@ class CollectiveLog:
     # --- the rank that joins ------------------------------------------------------------------
 
     @in_one_thread
-    def join(self, group: GlooGroup) -> int:
+    def join(self, group: Members) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self.joins)
         self._publishing = False
@@ -102,7 +98,7 @@ class CollectiveLog:
         )
         waits.start()
         while True:
-            (call,) = self._link.kv_get(self._round, [self._key(self.count)], FOREVER_S)
+            call = self._link.kv_get(self._round, self._key(self.count), FOREVER_S)
             if call == _END:
                 break
             _contribute_neutral(group, json.loads(call))
@@ -123,7 +119,7 @@ class CollectiveLog:
             return
 
 
-def _contribute_neutral(group: GlooGroup, call: dict[str, Any]) -> None:
+def _contribute_neutral(group: Members, call: dict[str, Any]) -> None:
     """Take part in one collective of the others with neutral values."""
     dtype = getattr(torch, call["dtype"].removeprefix("torch."))
     if call["name"] == "allreduce":

@@ -23,18 +23,30 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.one_thread import in_one_thread
+from spark_elastic.collective.reduce import STALL_S, GroupContext
 from spark_elastic.errors import MismatchError, SparkElasticError, UsageError
 
-if TYPE_CHECKING:
-    from spark_elastic.collective.gloo import GlooGroup
+
+class Members(GroupContext, Protocol):
+    """The group whose calls are compared: four of its methods, and the members' ranks in the world."""
+
+    world_ranks: Sequence[int]
+
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> Any: ...
+
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
+
+    def wait(self, work: Any) -> None: ...
+
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
 """The launched operations (works) of a collective, and the function that makes its result once they are complete."""
@@ -91,7 +103,7 @@ class Pending:
         self.error = error
 
 
-def until_done(group: GlooGroup, work: Any) -> Generator[Any, None, None]:
+def until_done(group: Members, work: Any) -> Generator[Any, None, None]:
     """Yield a work, and complete it when the generator is continued; see `Launching`."""
     yield work
     group.wait(work)
@@ -115,7 +127,7 @@ class Negotiation:
     group before it calls the one of this group. For the same reason, no comparison blocks the others.
     """
 
-    def __init__(self, group: GlooGroup) -> None:
+    def __init__(self, group: Members) -> None:
         self._group = group
         self._queue: dict[str, Pending] = {}
         self._numbers: dict[str, int] = {}
@@ -179,7 +191,6 @@ class Negotiation:
         assert pending.launched is not None
         return pending.launched
 
-    @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:
@@ -189,7 +200,6 @@ class Negotiation:
                 if isinstance(pending.error, SparkElasticError):
                     raise pending.error
 
-    @in_one_thread
     def serve_others(self, work: Any) -> None:
         """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
 
@@ -198,15 +208,13 @@ class Negotiation:
         """
         self.serve_begun(work.is_completed)
 
-    @in_one_thread
     def serve_begun(self, is_over: Callable[[], bool]) -> None:
         """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
-        self._serve(is_over, lambda other: other._comparison is not None, begin=False)
+        self._serve(is_over, lambda other: other._comparison is not None, start=False)
 
-    @in_one_thread
     def serve_until(self, is_over: Callable[[], bool]) -> None:
         """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
-        self._serve(is_over, lambda other: bool(other._queue), begin=True)
+        self._serve(is_over, lambda other: bool(other._queue), start=True)
 
     def reset_numbers(self) -> None:
         """Restart the numbering of calls without a name, when no member has a call in progress."""
@@ -222,14 +230,14 @@ class Negotiation:
         """Compare the queues once, and launch what the members have agreed on."""
         self._waiting = True
         try:
-            self._begin()
+            self._start()
             self.serve_until(self._is_over)
             while self._comparison is not None:
                 self._continue()
         finally:
             self._waiting = False
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self._comparison is None:
             self._comparison = self._steps()
             self._continue()
@@ -272,10 +280,10 @@ class Negotiation:
             yield from pending.start()
             del self._queue[pending.key]
 
-    def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], begin: bool) -> None:
+    def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], start: bool) -> None:
         """Compare the queues of the other groups for which `needs` returns True, because their members may wait.
 
-        Return when `is_over()` returns True, or when no group needs it. If `begin` is False, only complete comparisons
+        Return when `is_over()` returns True, or when no group needs it. If `start` is False, only complete comparisons
         that are in progress.
         """
         began, stalled = clock.monotonic(), False
@@ -283,8 +291,8 @@ class Negotiation:
             while (others := [other for other in _in_use if other is not self and needs(other)]) and not is_over():
                 self._group.check_alive()
                 for other in others:
-                    if begin:
-                        other._begin()
+                    if start:
+                        other._start()
                     other._is_over()
                 if not stalled and clock.monotonic() - began > STALL_S:
                     stalled = True
@@ -355,9 +363,10 @@ class Negotiation:
         alike = len(os.path.commonprefix(list(ranks))) if len(ranks) > 1 else 0  # noqa: RUF071  # letters are meant
         start = max(0, alike - _LONGEST_TEXT // 3)
         shown = []
-        for text, who in list(ranks.items())[:_MOST_VARIANTS]:
-            listed = ", ".join(map(str, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
-            shown.append(f"{'rank' if len(who) == 1 else 'ranks'} {listed}: {_short(text, start)}")
+        for text, alike_ranks in list(ranks.items())[:_MOST_VARIANTS]:
+            count = len(alike_ranks)
+            listed = ", ".join(map(str, alike_ranks[:8])) + (f" and {count - 8} more" if count > 8 else "")
+            shown.append(f"{'rank' if count == 1 else 'ranks'} {listed}: {_excerpt(text, start)}")
         return ", ".join(shown) + (f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else "")
 
 
@@ -382,7 +391,7 @@ def _shown(entry: list[str]) -> str:
     return f"{entry[0]} ({entry[2]})" if entry[2] else entry[0]
 
 
-def _short(text: str, start: int) -> str:
+def _excerpt(text: str, start: int) -> str:
     """Return the part of a long text from `start` on, where it differs from the others."""
     if len(text) <= _LONGEST_TEXT:
         return text

@@ -11,15 +11,13 @@ from typing import Any
 import cloudpickle
 import torch
 
-from spark_elastic.collective.calls import agree, as_bytes, describe_tensor
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.calls import agree, describe_tensor
+from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
 
-_HEAD_BYTES = 16 * 1024
-"""The size of an object's first message. Most objects fit into it, so one broadcast is enough."""
 _SIZE_BYTES, _MAC_BYTES = 8, 32
 _CHUNK_BYTES = 32 << 20
 
@@ -65,33 +63,33 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     agree(group, "allgather_object", name=name)
     group.objects += 1
     data = cloudpickle.dumps(obj)
-    mine = _tensor(_sealed_size(len(data), group, group.rank))
-    sealed_sizes = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
-    group.wait(group.allgather(sealed_sizes.view(-1), mine))
-    sizes = [_opened_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(sealed_sizes)]
+    mine = _tensor(_signed_size(len(data), group, group.rank))
+    signed_sizes = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
+    group.wait(group.allgather(signed_sizes.view(-1), mine))
+    sizes = [_verified_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(signed_sizes)]
     longest = max(sizes) + _MAC_BYTES
     everyone = mine.new_empty((group.size, longest))
-    group.wait(group.allgather(everyone.view(-1), _tensor(_seal(data, group, group.rank).ljust(longest, b"\0"))))
+    group.wait(group.allgather(everyone.view(-1), _tensor(_signed(data, group, group.rank).ljust(longest, b"\0"))))
     return [
-        pickle.loads(_open(row[: size + _MAC_BYTES].numpy().tobytes(), group, rank))
+        pickle.loads(_verified(row[: size + _MAC_BYTES].numpy().tobytes(), group, rank))
         for rank, (row, size) in enumerate(zip(everyone, sizes, strict=True))
     ]
 
 
-def _mac(data: bytes, group: GlooGroup, sender: int) -> bytes:
+def _mac(data: bytes, group: Group, sender: int) -> bytes:
     """Return a MAC that only workers of this job can make, for this object collective and this sender."""
     assert process.link is not None
     key = process.link.derive_key("objects")
     return hmac.digest(key, f"{group.round} {group.name} {group.objects} {sender} ".encode() + data, hashlib.sha256)
 
 
-def _seal(data: bytes, group: GlooGroup, sender: int) -> bytes:
+def _signed(data: bytes, group: Group, sender: int) -> bytes:
     return _mac(data, group, sender) + data
 
 
-def _open(sealed: bytes, group: GlooGroup, sender: int) -> bytes:
-    data = sealed[_MAC_BYTES:]
-    if not hmac.compare_digest(sealed[:_MAC_BYTES], _mac(data, group, sender)):
+def _verified(signed: bytes, group: Group, sender: int) -> bytes:
+    data = signed[_MAC_BYTES:]
+    if not hmac.compare_digest(signed[:_MAC_BYTES], _mac(data, group, sender)):
         raise AuthenticationError(
             f"an object said to come from rank {sender} was not sent by a worker of this job (its MAC is wrong); it "
             "was not unpickled"
@@ -103,15 +101,15 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _sealed_size(size: int, group: GlooGroup, sender: int) -> bytes:
+def _signed_size(size: int, group: Group, sender: int) -> bytes:
     """Return a length with its MAC: receivers allocate memory only for lengths from a worker of this job."""
     encoded = size.to_bytes(_SIZE_BYTES, "big")
     return encoded + _mac(b"size " + encoded, group, sender)
 
 
-def _opened_size(sealed: bytes, group: GlooGroup, sender: int) -> int:
-    encoded = sealed[:_SIZE_BYTES]
-    if not hmac.compare_digest(sealed[_SIZE_BYTES:], _mac(b"size " + encoded, group, sender)):
+def _verified_size(signed: bytes, group: Group, sender: int) -> int:
+    encoded = signed[:_SIZE_BYTES]
+    if not hmac.compare_digest(signed[_SIZE_BYTES:], _mac(b"size " + encoded, group, sender)):
         raise AuthenticationError(
             f"the length of an object said to come from rank {sender} was not sent by a worker of this job (its MAC is "
             "wrong); no memory was allocated for it"
@@ -119,24 +117,20 @@ def _opened_size(sealed: bytes, group: GlooGroup, sender: int) -> int:
     return int.from_bytes(encoded, "big")
 
 
-def _send(group: GlooGroup, data: bytes) -> None:
-    head = _sealed_size(len(data), group, group.rank) + _seal(data, group, group.rank)
-    group.wait(group.broadcast(_tensor(head[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), group.rank))
-    if len(head) > _HEAD_BYTES:
-        group.wait(group.broadcast(_tensor(head[_HEAD_BYTES:]), group.rank))
+def _send(group: Group, data: bytes) -> None:
+    for message in (_signed_size(len(data), group, group.rank), _signed(data, group, group.rank)):
+        group.wait(group.broadcast(_tensor(message), group.rank))
 
 
-def _receive(group: GlooGroup, root: int) -> bytes:
-    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
-    group.wait(group.broadcast(head, root))
-    message = head.numpy().tobytes()
-    begin = _SIZE_BYTES + _MAC_BYTES
-    end = begin + _MAC_BYTES + _opened_size(message[:begin], group, root)
-    if end > _HEAD_BYTES:
-        tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8, device="cpu")
-        group.wait(group.broadcast(tail, root))
-        message += tail.numpy().tobytes()
-    return _open(message[begin:end], group, root)
+def _receive(group: Group, root: int) -> bytes:
+    size = _verified_size(_received(group, root, _SIZE_BYTES + _MAC_BYTES), group, root)
+    return _verified(_received(group, root, _MAC_BYTES + size), group, root)
+
+
+def _received(group: Group, root: int, nbytes: int) -> bytes:
+    message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    group.wait(group.broadcast(message, root))
+    return message.numpy().tobytes()
 
 
 # --- many tensors at once -------------------------------------------------------------------------
@@ -179,7 +173,7 @@ def broadcast_tensors(
         _broadcast_chunk(group, chunk, root)
 
 
-def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: int) -> None:
+def _broadcast_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if not sum(sizes):
         return

@@ -27,14 +27,13 @@ from spark_elastic.collective.allreduce import (
 from spark_elastic.collective.calls import (
     Handle,
     agree,
-    as_bytes,
     describe_reduction,
     describe_tensor,
     queue_call,
     refuse_call,
     start_allgather,
 )
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, until_done
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
@@ -104,7 +103,7 @@ def grouped_allgather_async(
     if group is None:
         return Handle(None, [], lambda: [tensor.clone() for tensor in plain])
 
-    def launch(group: GlooGroup) -> Launching:
+    def launch(group: Group) -> Launching:
         launched = []
         for tensor in plain:
             launched.append((yield from start_allgather(group, tensor)))
@@ -137,7 +136,7 @@ def broadcast_async_(
     if group is None:
         return Handle(None, [], lambda: tensor)
 
-    def launch(group: GlooGroup) -> Launched:
+    def launch(group: Group) -> Launched:
         wire = plain.contiguous()
         works = [group.broadcast(as_bytes(wire), root)] if wire.numel() else []
 
@@ -213,7 +212,7 @@ def alltoall_async(
     if group is None:
         return Handle(None, [], lambda: result(plain.clone(), sent))
 
-    def launch(group: GlooGroup) -> Launching:
+    def launch(group: Group) -> Launching:
         incoming = torch.empty(size, dtype=torch.int64, device="cpu")
         ones = [1] * size
         yield from until_done(group, group.alltoall(incoming, torch.tensor(sent, device="cpu"), ones, ones))
@@ -291,7 +290,7 @@ def _reducescatter(
     if group is None:
         return Handle(None, [], lambda: result([scale_(scale_(part.clone(), prescale), postscale) for part in plain]))
 
-    def launch(group: GlooGroup) -> Launched:
+    def launch(group: Group) -> Launched:
         factor = postscale / (group.size if op is Average else 1)
         works, finish = _all_of([_start_reducescatter(group, tensor, prescale, factor) for tensor in plain])
         return works, lambda: result(finish())
@@ -308,7 +307,7 @@ def _check_scatter(tensor: torch.Tensor, op: ReduceOp) -> None:
         raise UsageError("reducescatter needs a tensor with rows, not a scalar")
 
 
-def _start_reducescatter(group: GlooGroup, plain: torch.Tensor, before: float, after: float) -> Launched:
+def _start_reducescatter(group: Group, plain: torch.Tensor, before: float, after: float) -> Launched:
     """Launch an all-to-all, and sum locally: each row is sent once, and any type and number of rows is possible."""
     rows, size, rank = plain.shape[0], group.size, group.rank
     counts = [rows // size + (r < rows % size) for r in range(size)]

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic import clock
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.joining import FOREVER_S
-from spark_elastic.collective.one_thread import in_one_thread
+from spark_elastic.collective.world import connect, members_of
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
-from spark_elastic.membership.topology import Member
+from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
@@ -88,7 +84,7 @@ class Process:
             return
         self.link = worker_link.current()
         if self.link is None:
-            self._place(Position())
+            self._set_position(Position())
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
@@ -97,19 +93,38 @@ class Process:
             self.awaits_loop = True
             return
         if isinstance(answer, ProvisionalPosition):
-            self._place(Position(rank=answer.rank, size=answer.size))
+            self._set_position(Position(rank=answer.rank, size=answer.size))
             return
+        try:
+            self.adopt(answer)
+        except HorovodInternalError as error:  # a member was lost at once, before anything was computed
+            log.info("round %d broke before it was connected: %s", answer.world.round, error)
+            self.join_next(None, 0)
+
+    def join_next(self, version: StateVersion | None, loop: int) -> bool:
+        """Leave the present world, and wait until a later one is connected.
+
+        Args:
+            version: of the state of this process.
+            loop: the number of the elastic loop that this process has entered; 0: none.
+
+        Returns:
+            True; False if the job is in a later loop, so that this process is in no world.
+        """
+        assert self.link is not None
         while True:
+            round = 0 if self.assignment is None else self.assignment.world.round
+            self.updates_handled = max(self.updates_handled, self.link.updates_seen())
+            # closing the groups takes as long as the driver needs for the next world
+            answer = self.link.join(round, version, loop, meanwhile=self.leave)
+            if isinstance(answer, ProvisionalPosition):
+                self.leave_until_loop()
+                return False
             try:
                 self.adopt(answer)
-                return
-            except HorovodInternalError as error:  # a member was lost at once, before anything has begun: join again
+                return True
+            except HorovodInternalError as error:
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
-                next_answer = self.link.join(answer.world.round, None, 0)
-                if isinstance(next_answer, ProvisionalPosition):  # the others are in the loop
-                    self.leave_until_loop()
-                    return
-                answer = next_answer
 
     def adopt(self, assignment: Assignment) -> None:
         """Leave the present world and join the one of this assignment.
@@ -131,11 +146,11 @@ class Process:
     def _take_position(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
         self.assignment = assignment
-        self._place(
+        self._set_position(
             Position(me.rank, assignment.world.size, me.local_rank, me.local_size, me.cross_rank, me.cross_size)
         )
 
-    def _place(self, position: Position) -> None:
+    def _set_position(self, position: Position) -> None:
         self.position = position
         for follower in self._followers:
             follower(position)
@@ -199,8 +214,7 @@ class Process:
         position = self.require()
         if self.assignment is None:
             return [position.rank] if name != "global" else list(range(position.size))
-        me = self.assignment.world.member(self.assignment.worker)
-        return [member.rank for member in _members_of(name, self.assignment, me)]
+        return [member.rank for member in members_of(name, self.assignment)]
 
     # --- updates of the world -----------------------------------------------------------------
 
@@ -242,12 +256,12 @@ class Process:
     def _warn_local(self) -> None:
         """Log that a collective is local: each time in a reset callback, otherwise once, as a warning."""
         if self.is_local:
-            log.info("a collective in a reset callback reaches nobody else, and gives this worker's own values")
+            log.info("a collective in a reset callback reaches no other worker, and gives this worker's own values")
         elif not self._warned:
             self._warned = True
             log.warning(
-                "this worker joins the others in the elastic loop; until then its collectives reach nobody else, and "
-                "give its own values. Keep what was computed with them in the state, which the loop brings"
+                "this worker joins the others in the elastic loop; until then its collectives reach no other "
+                "worker, and give its own values. Keep what was computed with them in the state, which the loop brings"
             )
 
     def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
@@ -266,8 +280,8 @@ class Process:
             group = self._groups[name]
             if group is not None:
                 group.check_alive()
-            elif self.assignment is not None and self._cut[0] >= self.assignment.world.round:
-                raise HorovodInternalError(f"round {self._cut[0]} is over: {self._cut[1]}")
+            elif self.assignment is not None:
+                self._check_cut(self.assignment.world.round)
             return group
         self.require()
         if self.link is None:
@@ -276,39 +290,34 @@ class Process:
         assert self.assignment is not None
         return self._connect(name, self.assignment, ranks)
 
-    @in_one_thread
     def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
         assert self.link is not None
-        me = assignment.world.member(assignment.worker)
-        members = _members_of(name, assignment, me) if ranks is None else [assignment.world.members[r] for r in ranks]
+        world = assignment.world
+        members = members_of(name, assignment) if ranks is None else [world.members[rank] for rank in ranks]
         if len(members) == 1:
             self._groups[name] = None
             return None
-        key = f"{name}/{members[0].rank}" if name in ("local", "cross") else name
-        rank = [member.worker for member in members].index(me.worker)
-        addresses = [assignment.addresses[member.rank] for member in members]
-        hosts = [member.place.host for member in members]
-        round = assignment.world.round
         # The driver keeps the keys of a round until it is over. A group that connects again after `shutdown` must not
         # find its old addresses, so its key has a number. All members connect equally often, as with any collective.
         last_round, times = self._connections.get(name, (0, 0))
-        times = times + 1 if last_round == round else 1
-        self._connections[name] = round, times
-        group = Group(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses, hosts)
-        group.world_ranks = [member.rank for member in members]
-        if name == "global":
-            group.note = "; ".join(map(str, self._ranks_of_sets()))
-        self._groups[name] = group
+        times = times + 1 if last_round == world.round else 1
+        self._connections[name] = world.round, times
+        key = f"{name}/{members[0].rank}" if name in ("local", "cross") else name
+        note = "; ".join(map(str, self._ranks_of_sets())) if name == "global" else ""
+
+        def made(group: Group) -> None:
+            self._groups[name] = group
+            self._check_cut(world.round)  # here: later cuts find the group in `_groups`
+
         try:
-            if self._cut[0] >= round:  # checked here: later cuts find the group in `_groups`
-                raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
-            if name != "global":
-                _wait_for_all(self.link, group)
-            group.connect()
+            return connect(assignment, self.link, members, key if times == 1 else f"{key}#{times}", note, made)
         except BaseException:
             self._groups.pop(name, None)
             raise
-        return group
+
+    def _check_cut(self, round: int) -> None:
+        if self._cut[0] >= round:
+            raise HorovodInternalError(f"round {self._cut[0]} is over: {self._cut[1]}")
 
     def _on_cut(self, round: int, why: str) -> None:
         self._cut = (round, why)
@@ -317,59 +326,12 @@ class Process:
                 group.cut(why)
 
 
-def _members_of(name: str, assignment: Assignment, me: Member) -> list[Member]:
-    members = assignment.world.members
-    if name == "local":
-        return [member for member in members if member.place.host == me.place.host]
-    if name == "cross":
-        return [member for member in members if member.local_rank == me.local_rank]
-    return list(members)
-
-
 _SET = "set "
 
 
 def _name_of(ranks: Sequence[int], size: int) -> str:
     """Return the name of the group of a set with these ranks, in a world of this size."""
     return _SET + ",".join(str(rank) for rank in ranks if rank < size)
-
-
-def _wait_for_all(link: WorkerLink, group: Group) -> None:
-    """Wait until all members have reached their first use of a set; some may do other work for a long time first.
-
-    Meanwhile the queues of other groups are compared: a member may come here only once those are done.
-
-    Raises:
-        HorovodInternalError: the round is over; with a remedy, if that may be because ranks wait at different sets.
-    """
-    all_are_here: Future[None] = Future()
-    begun = clock.monotonic()
-
-    def wait() -> None:
-        try:
-            link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
-        except BaseException as error:
-            all_are_here.set_exception(error)
-        else:
-            all_are_here.set_result(None)
-
-    link.blocked(True)
-    try:
-        threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
-        group.negotiation.serve_until(all_are_here.done)
-        all_are_here.result()
-    except HorovodInternalError as error:
-        waited_s = clock.monotonic() - begun
-        if waited_s < link.stall_timeout_s:
-            raise
-        raise HorovodInternalError(
-            f"{error}. This rank has waited for {waited_s:.0f} s at its first use of the process set of ranks "
-            f"{list(group.world_ranks)} for the others of them, which may wait at their first use of another set. All "
-            "ranks have to use their sets for the first time in one order, also with asynchronous collectives: call "
-            "hvd.barrier(process_set=...) for each set, in the order in which they were added"
-        ) from error
-    finally:
-        link.blocked(False)
 
 
 process = Process()

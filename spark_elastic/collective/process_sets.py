@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from spark_elastic.collective.calls import agree
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.process import process
 from spark_elastic.errors import MismatchError, UsageError
 
@@ -54,7 +54,7 @@ class ProcessSet:
         size = process.require().size
         return [rank for rank in self.ranks if rank < size]
 
-    def group(self) -> GlooGroup | None:
+    def group(self) -> Group | None:
         """Return the group of the set; None if this process is alone in it.
 
         Raises:
@@ -136,7 +136,7 @@ class StandingSet(ProcessSet):
         """The world's ranks that are in the set."""
         return process.ranks_of(self.name)
 
-    def group(self) -> GlooGroup | None:
+    def group(self) -> Group | None:
         return process.group(self.name)
 
     def _members(self) -> list[int]:

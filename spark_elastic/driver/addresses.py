@@ -78,7 +78,7 @@ class AddressBook:
         """Return True if the agent's host has the address, and collectives may use it."""
         return address in self._agents[agent].candidates
 
-    def gone(self, agent: AgentId) -> None:
+    def remove(self, agent: AgentId) -> None:
         self._agents.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:

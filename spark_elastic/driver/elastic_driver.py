@@ -105,9 +105,8 @@ class ElasticDriver:
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
-        self._clock_timer: asyncio.TimerHandle | None = None
-        self._deadline_alarm: Alarm | None = None
-        self._announce_alarm: Alarm | None = None
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        """The next call of each function that is called at a time."""
         self._ending = False
         self._failure: SparkElasticError | None = None
         self._has_failed = False
@@ -228,8 +227,6 @@ class ElasticDriver:
         with self._cancel_lock:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled
-        self._deadline_alarm = Alarm(self._loop, self._on_deadline)
-        self._announce_alarm = Alarm(self._loop, self._announce)
         try:
             await self._peers.server.start(self._listening)
             for source in self._sources:
@@ -241,9 +238,8 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in (self._deadline_alarm, self._announce_alarm, self._clock_timer):
-                if timer is not None:
-                    timer.cancel()
+            for timer in self._timers.values():
+                timer.cancel()
             self._announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
@@ -295,15 +291,20 @@ class ElasticDriver:
         return now
 
     def _keep_looking(self) -> None:
-        assert self._loop is not None
         self._now()
-        self._clock_timer = self._loop.call_later(self._read_clock_every_s, self._keep_looking)
+        self._call_at(clock.monotonic() + self._read_clock_every_s, self._keep_looking)
 
     def _expect_deadline(self) -> None:
         """Have the machine get a `Tick` when its next deadline has come."""
         deadline = None if self._ending else self._machine.next_deadline()
-        assert self._deadline_alarm is not None
-        self._deadline_alarm.set(None if deadline is None else deadline + self._machine_clock.paused_s)
+        self._call_at(None if deadline is None else deadline + self._machine_clock.paused_s, self._on_deadline)
+
+    def _call_at(self, due: float | None, function: Callable[[], None]) -> None:
+        """Call a function at a time of the monotonic clock, instead of at the one set before; None: do not call it."""
+        if function in self._timers:
+            self._timers.pop(function).cancel()
+        if due is not None and self._loop is not None:
+            self._timers[function] = self._loop.call_at(due, function)
 
     def _on_deadline(self) -> None:
         now, deadline = self._now(), self._machine.next_deadline()
@@ -377,38 +378,7 @@ class ElasticDriver:
 
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""
-        due = self._announcer.print_changes(clock.monotonic())
-        if self._announce_alarm is not None:
-            self._announce_alarm.set(due)
-
-
-class Alarm:
-    """A call at a time that may move. Moving it to a later time, as each heartbeat does, costs almost nothing.
-
-    The function may be called too early, when the time was moved to a later one.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
-        self._loop = loop
-        self._ring = ring
-        self._handle: asyncio.TimerHandle | None = None
-
-    def set(self, due: float | None) -> None:
-        """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
-        if due is None:
-            self.cancel()
-        elif self._handle is None or due < self._handle.when():
-            self.cancel()
-            self._handle = self._loop.call_at(due, self._rings)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    def _rings(self) -> None:
-        self._handle = None
-        self._ring()
+        self._call_at(self._announcer.print_changes(clock.monotonic()), self._announce)
 
 
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
 from spark_elastic.membership.events import HostsObserved
-from spark_elastic.membership.topology import HostSet, HostUpdate
+from spark_elastic.membership.topology import HostSet
 from spark_elastic.wire.interfaces import address_of, is_address
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class HostManager:
         self._discovery = discovery
         self._addresses = HostAddresses(address_of_host)
         self._interval_s = interval_s
-        self._hosts, _ = HostSet().updated(self._addresses(discovery.find_available_hosts_and_slots()))
+        self._hosts = HostSet().updated(self._addresses(discovery.find_available_hosts_and_slots()))
         self._failure: str | None = None
         self._post: Callable[[HostsObserved], None]
         self._stopping = threading.Event()
@@ -247,27 +247,27 @@ class HostManager:
                 interrupt()  # repeated, because the script may not have been started yet
             self._thread.join(0.05)
 
-    def poll(self) -> HostUpdate:
-        """Call the discovery once and report a change. Called by the manager's thread."""
+    def poll(self) -> bool:
+        """Call the discovery once; report a change, and return True if there is one. Called by the manager's thread."""
         try:
             found = self._addresses(self._discovery.find_available_hosts_and_slots())
         except Exception as error:
             if self._stopping.is_set():
-                return HostUpdate.NO_UPDATE
+                return False
             if str(error) != self._failure:
                 log.warning("host discovery failed; keeping its last answer and asking again: %s", error)
             self._failure = str(error)
-            return HostUpdate.NO_UPDATE
+            return False
         if self._failure is not None:
             log.info("host discovery works again")
             self._failure = None
-        after, update = self._hosts.updated(found)
-        if update and not self._stopping.is_set():
-            names = ", ".join(f"{host}:{slots}" for host, slots in after.slots) or "none"
-            log.info("hosts %s: %s", update.name, names)
-            self._hosts = after
-            self._post(HostsObserved(dict(after.slots)))
-        return update
+        after = self._hosts.updated(found)
+        if after == self._hosts or self._stopping.is_set():
+            return False
+        log.info("the hosts to use have changed: %s", ", ".join(f"{host}:{slots}" for host, slots in after.slots))
+        self._hosts = after
+        self._post(HostsObserved(dict(after.slots)))
+        return True
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -76,10 +76,10 @@ class OutputFiles:
         self._thread = threading.Thread(target=self._run, name="spark_elastic-output-files", daemon=True)
         self._thread.start()
 
-    def take(self, who: str, stream: str, text: str) -> None:
-        """Add a line of a process; `who` is its rank, or "slot 3" before it has one. Never blocks."""
+    def add(self, process: str, stream: str, text: str) -> None:
+        """Add a line of a process; `process` is its rank, or "slot 3" before it has one. Never blocks."""
         with self._lock:
-            file, size = (who, stream), sys.getsizeof(text)
+            file, size = (process, stream), sys.getsizeof(text)
             if self._bytes + size > MAX_WAITING_BYTES:
                 self._dropped.setdefault(file, _Dropped()).add(text)
                 return
@@ -116,8 +116,8 @@ class OutputFiles:
                     log.warning("what workers print cannot be written to %s: %s", self._store.url, redacted(error))
 
     def _write(self, file: File, text: str) -> None:
-        who, stream = file
-        name = f"{f'rank.{who}' if who.isdigit() else who.replace(' ', '.')}/{stream}"
+        process, stream = file
+        name = f"{f'rank.{process}' if process.isdigit() else process.replace(' ', '.')}/{stream}"
         if self._store.is_local:
             path = self._store.local_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,22 +204,22 @@ class OutputPrinter:
         """Queue a line about the job; a long one as several lines."""
         self.line(wrapped(text, self._screen.columns), self._job_stream())
 
-    def keep(self, who: str, stream: str, text: str) -> None:
+    def keep(self, process: str, stream: str, text: str) -> None:
         """Write lines of a worker into the files alone, because they are shown in another way."""
         if self._copy is not None:
             for line in text.splitlines():
-                self._copy(who, stream, line)
+                self._copy(process, stream, line)
 
-    def worker_lines(self, who: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
+    def worker_lines(self, process: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
         """Queue lines of a worker: `shown` (default: all) to be printed, and all of them to be written into the files.
 
-        `who` is its rank, or "slot 3" before it has one.
+        `process` is its rank, or "slot 3" before it has one.
         """
         for text in lines if shown is None else shown:
-            self.line(f"[{who}]<{stream}>:{last_state(text)}", stream)
+            self.line(f"[{process}]<{stream}>:{last_state(text)}", stream)
         for text in lines:
             if self._copy is not None:
-                self._copy(who, stream, text)
+                self._copy(process, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Print the queued lines, remove the bar and end the thread."""

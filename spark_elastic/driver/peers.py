@@ -188,13 +188,16 @@ class Peers:
     def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: SparkElasticError) -> None:
         """Dismiss an agent without a usable interface or port, or fail the job if too few slots are left at first."""
         self._without_interface.add(slot)
-        logger.warning("an agent is sent away: %s", error)
         usable = self.settings.max_num_proc - len(self._without_interface)
         if self.world is None and usable < self.settings.min_num_proc:
             self.fail(error)
-            return
+        else:
+            self._send_away(agent, error)
+
+    def _send_away(self, agent: AgentId, error: SparkElasticError) -> None:
+        logger.warning("an agent is sent away: %s", error)
         self.agents.remove(agent)
-        self._vacate(slot)
+        self._vacate(self._slot_of[agent])
         self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
 
     def _interfaces_changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
@@ -206,10 +209,7 @@ class Peers:
             members = () if self.world is None else self.world.workers
             others = [w for w in members if w not in workers and self._agent_of.get(w) in self.agents]
             if len(others) >= self.settings.min_num_proc:
-                logger.warning("an agent is sent away: %s", error)
-                self.agents.discard(agent)
-                self._vacate(self._slot_of[agent])
-                self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
+                self._send_away(agent, error)
                 self.handle(seen.AgentLost(agent, reported(str(error))))
             else:  # its worker may hold the state, and the others are too few: the interface may come back
                 logger.warning("an interface is gone, and is waited for: %s", error)
@@ -256,7 +256,7 @@ class Peers:
             case wire.PeersReachable(tried, reachable):
                 self._addresses.answered(tried, reachable)
             case wire.InterfacesChanged(addresses, probe_port):
-                if agent in self._addresses:
+                if agent in self.agents and agent in self._addresses:
                     self._interfaces_changed(agent, addresses, probe_port)
             case _:
                 self.server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
@@ -272,7 +272,7 @@ class Peers:
             del self._agent_of[worker]
             self._shown.pop(worker, None)
             self.server.drop_worker(worker, "its agent is gone")
-        self._addresses.gone(agent)
+        self._addresses.remove(agent)
         self._listens.pop(agent, None)
 
     # --- workers ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,15 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
-    """A request that waits for keys."""
-
-    keys: Sequence[str]
-    missing: int
-    answer: Callable[[list[bytes]], None]
-
-
-@dataclass(eq=False, slots=True)
 class _Gathering:
     """The values of a group's members so far, each with how to answer the member that has sent it."""
 
@@ -49,18 +40,18 @@ class _Gathering:
 
 
 class RoundKeyValues:
-    """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until all their keys are set."""
+    """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until their key is set."""
 
     def __init__(self) -> None:
         self._round = 0
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: dict[str, list[_Request]] = {}
-        """The requests that wait for a key, by key."""
+        self._waiting: dict[str, list[Callable[[bytes], None]]] = {}
+        """The functions that answer the requests for a key, by key."""
         self._gatherings: dict[str, _Gathering] = {}
         """The groups of which not all members have sent their values."""
 
-    def begin(self, round: int) -> None:
+    def start_round(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
         self._round = round
         self._values.clear()
@@ -78,22 +69,17 @@ class RoundKeyValues:
         replaced = len(key) + len(self._values[key]) if key in self._values else 0
         self._store(len(key) + len(value) - replaced)
         self._values[key] = value
-        for request in self._waiting.pop(key, ()):
-            request.missing -= 1
-            if not request.missing:
-                request.answer([self._values[each] for each in request.keys])
+        for answer in self._waiting.pop(key, ()):
+            answer(value)
 
-    def get(self, round: int, keys: Sequence[str], answer: Callable[[list[bytes]], None]) -> None:
-        """Call `answer` with the values in order, as soon as all are set; never if the round ends before."""
+    def get(self, round: int, key: str, answer: Callable[[bytes], None]) -> None:
+        """Call `answer` with the value as soon as it is set; never if the round ends before."""
         if round != self._round:
             return
-        missing = {key for key in keys if key not in self._values}
-        if not missing:
-            answer([self._values[key] for key in keys])
-            return
-        request = _Request(keys, len(missing), answer)
-        for key in missing:
-            self._waiting.setdefault(key, []).append(request)
+        if key in self._values:
+            answer(self._values[key])
+        else:
+            self._waiting.setdefault(key, []).append(answer)
 
     def gather(self, sent: wire.KvGather, answer: Callable[[bytes], None]) -> None:
         """Add a member's value. Once all members have sent one, answer each with the message, encoded once, that has
@@ -131,7 +117,7 @@ class RendezvousServer:
 
     The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
     without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
-    `encrypt`. A peer that has authenticated, and not said who it is within `hello_timeout_s`, is dropped.
+    `encrypt`. A peer that has authenticated, and not sent its hello within `hello_timeout_s`, is dropped.
     """
 
     def __init__(
@@ -151,10 +137,10 @@ class RendezvousServer:
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
         self._hello_timeout_s = hello_timeout_s
-        # the last answer before this side stands still may be an interval old
-        told_limit_s = silence_limit_s + heartbeat_interval_s
-        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, told_limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, told_limit_s, stall_timeout_s)
+        # the last answer before a pause of this side may be an interval old
+        limit_s = silence_limit_s + heartbeat_interval_s
+        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
@@ -205,7 +191,7 @@ class RendezvousServer:
 
     def publish(self, assigned: wire.WorldAssigned) -> None:
         """Send a world to its members, encoded once for all of them, and start its key-value space."""
-        self._key_values.begin(assigned.world.round)
+        self._key_values.start_round(assigned.world.round)
         self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
@@ -237,7 +223,7 @@ class RendezvousServer:
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
         self._unnamed[stream] = asyncio.get_running_loop().call_later(
-            self._hello_timeout_s, stream.abort, "the peer did not say in time who it is"
+            self._hello_timeout_s, stream.abort, "the peer did not send its hello in time"
         )
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
@@ -270,25 +256,18 @@ class RendezvousServer:
             stream.abort(f"{type(message).__name__} before a hello")
 
     def _from_worker(self, stream: MessageStream, worker: WorkerId, message: wire.Message) -> None:
-        if isinstance(message, wire.KvSet):
-            try:
-                self._key_values.set(message.round, message.key, message.payload)
-            except ProtocolError as error:
-                stream.abort(str(error))
-        elif isinstance(message, wire.KvGather):
-            try:
-                self._key_values.gather(message, stream.send_encoded)
-            except ProtocolError as error:
-                stream.abort(str(error))
-        elif isinstance(message, wire.KvGet):
-            request = message.request
-            self._key_values.get(
-                message.round,
-                message.keys,
-                lambda values: stream.send(wire.KvValues(request, tuple(len(v) for v in values), b"".join(values))),
-            )
-        else:
-            self._listener.worker_said(worker, message)
+        try:
+            match message:
+                case wire.KvSet(round, key, value):
+                    self._key_values.set(round, key, value)
+                case wire.KvGather():
+                    self._key_values.gather(message, stream.send_encoded)
+                case wire.KvGet(round, key):
+                    self._key_values.get(round, key, lambda value: stream.send(wire.KvValue(key, value)))
+                case _:
+                    self._listener.worker_said(worker, message)
+        except ProtocolError as error:
+            stream.abort(str(error))
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         if stream in self._unnamed:

@@ -1,6 +1,6 @@
 """The status page of a job: a small HTTP server on its own thread, with the page, its JSON and Prometheus's metrics.
 
-It answers GET and HEAD for whoever knows the token, and only reads: nothing about the job can be changed through it.
+It answers GET and HEAD to requests with the token, and only reads: nothing about the job can be changed through it.
 Each connection has a thread; their number, the size of a request and the time for it are limited, and each response
 closes its connection. At the end of the job, requests that wait for news get the final
 state, so that a page which is open says how the job ended.
@@ -165,7 +165,7 @@ class StatusServer:
         self._refused: list[socket.socket] = []
         """Those beyond the limit, the oldest first."""
         self._answered: deque[float] = deque()
-        """When readers that wait for news were told that the job runs, and have not asked again."""
+        """When readers that wait for news had the answer that the job runs, and have not asked again."""
         self._changed = threading.Condition()
         """Guards the three above."""
         self._document_lock = threading.Lock()

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 
-from spark_elastic.collective.calls import as_bytes
+from spark_elastic.collective.group import as_bytes
 
 _WIDTHS = (8191, 8209)
 """Both are prime: if values change places at a distance that is a multiple of one width, its sums do not show that, but

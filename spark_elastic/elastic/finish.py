@@ -13,28 +13,34 @@ import hmac
 import logging
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import cloudpickle
 
 from spark_elastic.collective.process import Process, process
 from spark_elastic.errors import AuthenticationError, LoopResultError
 from spark_elastic.membership.topology import StateVersion
-
-if TYPE_CHECKING:
-    from spark_elastic.elastic.state import State
-    from spark_elastic.wire.worker_link import WorkerLink
+from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
 MAX_LOOP_RESULT_BYTES = 1 << 20
 RESULT_TIMEOUT_S = 60.0
 """Time to wait for a result that another worker has sent to the driver."""
-_SEAL_BYTES = 32
+_MAC_BYTES = 32
 
 
 class LaterLoop(Exception):
     """Raised where a process enters a loop that the others have left; it uses the result of that loop instead."""
+
+
+class KeptState(Protocol):
+    """A state of a loop; `state.State`, which knows this module."""
+
+    @property
+    def version(self) -> StateVersion | None: ...
+
+    def save(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +52,15 @@ class FinishedLoop:
         result: The loop's return value.
     """
 
-    state: State | None
+    state: KeptState | None
     result: Any
 
 
-class Loops:
+class LoopHistory:
     """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
 
     Args:
-        owner: The process, which is told when a loop begins and ends, and that the function is called again.
+        owner: The process, whose `in_loop` this sets.
     """
 
     def __init__(self, owner: Process) -> None:
@@ -88,7 +94,7 @@ class Loops:
             return None
         return before.state.version
 
-    def finish(self, number: int, state: State | None, result: Any) -> None:
+    def finish(self, number: int, state: KeptState | None, result: Any) -> None:
         """Keep the outcome of a loop."""
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
         self._process.in_loop = False
@@ -104,7 +110,7 @@ class Loops:
         self._process.run_again()
 
 
-loops = Loops(process)
+loops = LoopHistory(process)
 """The loops of this process."""
 
 
@@ -130,7 +136,7 @@ def offer_result(loop: int) -> None:
             loop,
             problem,
         )
-    link.offer_loop_result(loop, problem, b"" if problem else _seal(link, loop, data) + data)
+    link.offer_loop_result(loop, problem, b"" if problem else _mac(link, loop, data) + data)
 
 
 def result_of(loop: int) -> Any:
@@ -143,18 +149,18 @@ def result_of(loop: int) -> Any:
     link = process.link
     assert link is not None
     try:
-        problem, sealed = link.loop_result(loop, RESULT_TIMEOUT_S)
+        problem, answer = link.loop_result(loop, RESULT_TIMEOUT_S)
     except TimeoutError as error:
         raise LoopResultError(loop=loop, reason=str(error)) from None
     if problem:
         raise LoopResultError(loop=loop, reason=problem)
-    seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-    if not hmac.compare_digest(seal, _seal(link, loop, data)):
+    mac, data = answer[:_MAC_BYTES], answer[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(link, loop, data)):
         raise AuthenticationError(
             f"the result of loop {loop} was not sent by a worker of this job (its MAC is wrong); it was not unpickled"
         )
     return pickle.loads(data)
 
 
-def _seal(link: WorkerLink, loop: int, data: bytes) -> bytes:
+def _mac(link: WorkerLink, loop: int, data: bytes) -> bytes:
     return hmac.digest(link.derive_key("results of loops"), f"{loop} ".encode() + data, hashlib.sha256)

@@ -230,7 +230,7 @@ class Handlers:
         return False
 
     def _check_plain(self, name: str, value: Any) -> None:
-        """Raise UsageError if a value has models or optimizers in it, of which the state would go on with copies."""
+        """Raise UsageError if a value has models or optimizers in it, of which the state would keep copies."""
         for item in _within(value):
             handler = self._handler_for(item)
             if (handler is not None and handler.observed) or isinstance(item, torch.optim.lr_scheduler.LRScheduler):
@@ -240,7 +240,7 @@ class Handlers:
                     "a keyword argument of its own, or give its class state_dict and load_state_dict"
                 )
 
-    def of(self, kind: type[H]) -> dict[str, H]:
+    def of_type(self, kind: type[H]) -> dict[str, H]:
         """Return the handlers of this class, by name."""
         return {name: handler for name, handler in self.by_name.items() if isinstance(handler, kind)}
 
@@ -300,7 +300,7 @@ class Handlers:
         ]
 
     @property
-    def unbuilt(self) -> bool:
+    def has_unbuilt(self) -> bool:
         """True if a value is built later and has no tensors until then."""
         return any(handler.awaits_build() for handler in self.by_name.values())
 
@@ -315,7 +315,7 @@ class Handlers:
         self.plain.assign(values)
         return extra
 
-    def take_up(self, kept: Handlers) -> None:
+    def copy_from(self, kept: Handlers) -> None:
         """Take over the values of `kept`, which are of another state in this process.
 
         Raises:
@@ -325,7 +325,7 @@ class Handlers:
         own = self.with_own_sync
         if own:
             raise StateNotMovableError(kind=type(self.by_name[own[0]]).__qualname__)
-        self.plain.take_up(kept.plain)
+        self.plain.copy_from(kept.plain)
         pairs = [(handler, kept.by_name[name]) for name, handler in self.by_name.items() if name in kept.by_name]
         for handler, other in pairs:
             layout = other.layout()
@@ -372,7 +372,7 @@ class Handlers:
         if self.with_own_sync:
             return False
         try:
-            everything = pickle.dumps((describe(self.by_name), self.light_values(), self.unbuilt))
+            everything = pickle.dumps((describe(self.by_name), self.light_values(), self.has_unbuilt))
             values = hashlib.blake2b(everything, digest_size=16).hexdigest()
         except (
             Exception

@@ -1,7 +1,4 @@
-"""The elastic loop: call the user's function again in each new world until it returns.
-
-`CollectiveFrontend` is how the loop and the states leave a world, join the next one, and agree on when to do so.
-"""
+"""The elastic loop: call the user's function again in each new world until it returns."""
 
 from __future__ import annotations
 
@@ -10,168 +7,20 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import torch
-
-from spark_elastic.collective.objects import broadcast_object
-from spark_elastic.collective.operations import barrier
-from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
+from spark_elastic.elastic.finish import LaterLoop
+from spark_elastic.elastic.frontend import CollectiveFrontend, Entry, frontend
 from spark_elastic.elastic.mark import of_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
-from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import ProvisionalPosition
-
-if TYPE_CHECKING:
-    from spark_elastic.elastic.state import State
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound="State")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Facts about the world that a member has entered.
-
-    Attributes:
-        root: Rank of the member whose state all members take over.
-        version: Version of that state; None if no member holds one yet.
-        sync: False if all members report the same version.
-        moved: Rank or size have changed.
-        from_last_loop: All members have just come from the previous loop together. Until they have the same state, a
-            failure is recovered from by running the end of that loop again.
-    """
-
-    root: int
-    version: StateVersion | None
-    sync: bool
-    moved: bool
-    from_last_loop: bool = False
-
-
-class CollectiveFrontend:
-    """The access of loops and states to this process's connection to the driver and to its groups."""
-
-    loops = loops
-    checkpoints: RunCheckpoints | None = None
-    """Set by `WithCheckpoints` before it calls the user's function."""
-
-    def rank(self) -> int:
-        return process.require().rank
-
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        return broadcast_object(value, root)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which collectives reach no other member and return this member's own values."""
-        return process.local_collectives()
-
-    def agree_on_update(self) -> bool:
-        """Return True, on every member alike, if any member knows of a coming world.
-
-        This needs a small reduction, unless gradients were reduced since the last check.
-        """
-        if process.link is None or process.provisional:
-            return False
-        agreed, process.update_agreed = process.update_agreed, None
-        if agreed is not None:
-            return agreed
-        group = process.group()
-        pending = process.update_pending
-        if group is None:
-            return pending
-        token = torch.tensor([pending], dtype=torch.uint8, device="cpu")
-        group.wait(group.allreduce(token, Max.gloo))
-        return bool(token.item())
-
-    def enter(self, prepare: Callable[[], None]) -> Entry:
-        """Enter a loop; a newcomer waits here for its first world.
-
-        Args:
-            prepare: A function that a newcomer calls before it reports that it is ready; the others train meanwhile.
-
-        Raises:
-            HorovodInternalError: The world broke while it was being connected, or on the way from the previous loop.
-            LaterLoop: The job is in a later loop.
-        """
-        process.require()
-        link = process.link
-        if link is None:
-            return Entry(root=0, version=None, sync=True, moved=False)
-        if process.provisional:
-            link.entered_loop()
-            prepare()
-            return self.rejoin(loops.version_before(), moved=False)
-        assert process.assignment is not None
-        world = process.assignment.world
-        process.group()  # raises, if the world broke meanwhile
-        if loops.entered == 1:
-            link.entered_loop()
-            return Entry(root=world.root, version=world.version, sync=True, moved=False)
-        offer_result(loops.entered - 1)
-        barrier()  # no member enters while another may still be in the last collective of the loop before
-        link.entered_loop()
-        return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
-
-    def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
-        """Leave a world that broke or is about to change, and wait until another one is connected.
-
-        Args:
-            version: The version of this member's state.
-            moved: Whether `Entry.moved` is True in any case.
-
-        Raises:
-            LaterLoop: The job is in a later loop.
-        """
-        if process.link is None:
-            return Entry(root=0, version=version, sync=False, moved=True)
-        while True:
-            round = process.assignment.world.round if process.assignment is not None else 0
-            try:
-                return self._join(round, version, moved)
-            except HorovodInternalError as error:
-                moved = True
-                log.info("the next world broke before it was connected: %s", error)
-
-    def finished(self, loop: int, state: State, result: Any) -> None:
-        """Keep state and result of a loop that has returned, for the case that the function is called again."""
-        if process.link is not None:
-            state.save()
-            loops.finish(loop, state, result)
-            process.link.left_loop()
-
-    def result_of(self, loop: int) -> Any:
-        return result_of(loop)
-
-    def report_version(self, version: StateVersion) -> None:
-        if process.link is not None:
-            process.link.report_version(version)
-
-    def _join(self, round: int, version: StateVersion | None, moved: bool) -> Entry:
-        assert process.link is not None
-        before = process.require()
-        process.updates_handled = max(process.updates_handled, process.link.updates_seen())
-        # closing the groups takes as long as the driver needs for the next world
-        assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
-        if isinstance(assignment, ProvisionalPosition):
-            process.leave_until_loop()
-            raise LaterLoop()
-        process.adopt(assignment)
-        after = process.require()
-        world = assignment.world
-        changed = (before.rank, before.size) != (after.rank, after.size)
-        return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
-
-
-frontend = CollectiveFrontend()
+S = TypeVar("S", bound=State)
 
 
 class WithCheckpoints:
@@ -232,11 +81,11 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         loop = state._loop = loops.enter()
         kept = loops.kept(loop)
         if kept is not None and kept.state is not None:
-            state._take_up(kept.state)
+            state._copy_from(kept.state)
         if kept is not None and loop < loops.last:
             return cast(R, kept.result)
         if frontend.checkpoints is not None:
-            frontend.checkpoints.begin(state)
+            frontend.checkpoints.start_loop(state)
         try:
             entry = _enter(state, frontend, again=kept is not None)
             result = call_until_done(state, entry, *args, **kwargs)

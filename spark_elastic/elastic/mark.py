@@ -1,4 +1,4 @@
-"""The mark: where training goes on after a loss, if nothing has changed since.
+"""The mark: the point from which training resumes after a loss, if nothing has changed since.
 
 A mark is a commit, a check for updated hosts, or a call of the loop's function. After a failed collective the tensors
 stay as they are, and the plain values of the last mark are set, if no optimizer has begun a step since, no parameter

@@ -55,9 +55,9 @@ class ObjectState(State):
         if not self._entering:
             self._commit()
 
-    def _take_up(self, kept: Any) -> None:
+    def _copy_from(self, kept: Any) -> None:
         kept.restore()
-        self._plain.take_up(kept._plain)
+        self._plain.copy_from(kept._plain)
         self._counter.version = kept._counter.version
         self.save()
 

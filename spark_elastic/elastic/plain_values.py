@@ -96,7 +96,7 @@ class PlainAttributes:
     def restore(self) -> None:
         self.assign(self._saved)
 
-    def take_up(self, kept: PlainAttributes) -> None:
+    def copy_from(self, kept: PlainAttributes) -> None:
         """Set the attributes that `kept` has as well to the values of the owner of `kept`."""
         both = [name for name in kept.names if name in self.names or name in kept._added]
         self.assign({name: getattr(kept._owner, name) for name in both})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.digest import digest
 from spark_elastic.errors import MismatchError
@@ -26,7 +26,7 @@ _COMPARISONS = 2
 """Of variables, before the first two steps; see `VariableComparison`."""
 
 
-def check_equal(group: GlooGroup, tensors: Mapping[str, torch.Tensor], remedy: str = _BROADCAST) -> None:
+def check_equal(group: Group, tensors: Mapping[str, torch.Tensor], remedy: str = _BROADCAST) -> None:
     """Compare digests of tensors with those of the other members; ranks that have joined do not count.
 
     Args:
@@ -89,7 +89,7 @@ class VariableComparison:
         """The number of comparisons that may be necessary; 0 once the variables were found equal."""
         return max((self._left.get(variable, _COMPARISONS) for _, variable in self._named()), default=0)
 
-    def compare(self, group: GlooGroup, left: int) -> int:
+    def compare(self, group: Group, left: int) -> int:
         """Compare the variables; all members call this.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
+from spark_elastic.membership.topology import StateVersion
 from spark_elastic.runs.checkpoints import (
     CHECKPOINTS,
     CheckpointFacts,
@@ -28,9 +29,6 @@ from spark_elastic.runs.checkpoints import (
 from spark_elastic.runs.lease import Fence
 from spark_elastic.runs.tensors import check_exact, detached, from_bytes, to_bytes
 from spark_elastic.wire.worker_link import notify
-
-if TYPE_CHECKING:
-    from spark_elastic.elastic.state import State
 
 log = logging.getLogger("spark_elastic.elastic.checkpoints")
 
@@ -44,12 +42,25 @@ _STATE = "state.pt"
 _ARRAY = "numpy.ndarray"
 """The key of an array of NumPy, which is written as a tensor."""
 _MARKS = 1000
-"""Of the commits between two steps, the most that are told apart by the names of their checkpoints."""
+"""Of the commits between two steps, the most that the names of their checkpoints distinguish."""
 
 
 def folder_of(run: Store, loop: int) -> Store:
     """Return the folder of the checkpoints of an elastic loop of the function, which are numbered from 1."""
     return run.sub(CHECKPOINTS if loop == 1 else f"{CHECKPOINTS}-{loop}")
+
+
+class SavedState(Protocol):
+    """A state whose values are written; `state.State`, which knows this module."""
+
+    _loop: int
+
+    @property
+    def version(self) -> StateVersion | None: ...
+
+    def _values(self) -> dict[str, Any]: ...
+
+    def _set_values(self, values: Any) -> None: ...
 
 
 class RunCheckpoints:
@@ -69,7 +80,7 @@ class RunCheckpoints:
         self._writer: CheckpointWriter | None = None
         self._next_at = 0.0
 
-    def begin(self, state: State) -> None:
+    def start_loop(self, state: SavedState) -> None:
         """Begin a loop. Raises UsageError, which names the value, if the state cannot be written."""
         try:
             detached(values_of(state)["light"], "state", copy=False)
@@ -81,7 +92,7 @@ class RunCheckpoints:
             checkpoints = Checkpoints(folder_of(self._fence.run, self._loop), self._fence)
             self._writer = CheckpointWriter(checkpoints, KEEP, notify, patience_s=0.0)
 
-    def load(self, state: State, is_root: bool) -> bool:
+    def load(self, state: SavedState, is_root: bool) -> bool:
         """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
 
         Returns True, on every member alike, if there is one. Raises CheckpointError if it is damaged, or of another
@@ -104,7 +115,7 @@ class RunCheckpoints:
             log.info("resuming from step %d in %s", point.step, folder)
         return True
 
-    def write(self, state: State, rank: int, *, end: bool = False) -> None:
+    def write(self, state: SavedState, rank: int, *, end: bool = False) -> None:
         """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
 
         Raises RunTakenError if another driver has taken over the run.
@@ -143,7 +154,7 @@ class RunCheckpoints:
             self._writer = None
 
 
-def values_of(state: State) -> dict[str, Any]:
+def values_of(state: SavedState) -> dict[str, Any]:
     """Return the values of a state, with tensors in place of arrays of NumPy.
 
     Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back as it

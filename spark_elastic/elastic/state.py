@@ -11,12 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic.elastic.frontend import CollectiveFrontend, frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.loop import CollectiveFrontend, frontend
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter, of_loop
-from spark_elastic.elastic.plain_values import (
-    independent_copy,
-)
+from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -68,7 +66,7 @@ class State:
     def check_host_updates(self) -> None:
         """Mark the present state, then leave the loop if the world is about to change; no parameter is copied.
 
-        After a loss, training goes on from here if nothing has changed since: only the interrupted step is done again.
+        After a loss, training resumes from here if nothing has changed since: only the interrupted step is done again.
 
         Raises:
             HostsUpdatedInterrupt: The world is about to change; on every member at the same check.
@@ -216,7 +214,7 @@ class State:
         """Stop observing the loop, which has returned or raised."""
         self._counter.in_loop = False
 
-    def _take_up(self, kept: Any) -> None:
+    def _copy_from(self, kept: Any) -> None:
         """Take over the saved values of `kept`, the state of the same loop in an earlier call of the user's function.
 
         `sync`, which the user has defined, is called on both states: `kept.sync` broadcasts, and `self.sync` receives.
@@ -356,7 +354,7 @@ class ElasticState(State):
         """Take over the state of the most advanced member (when called in the loop: of rank 0), and commit it."""
         self._steps.count()
         staged = self._counter.version is not None
-        self._root_unbuilt = self._handlers.sync(self._root, self._handlers.unbuilt, staged=staged)
+        self._root_unbuilt = self._handlers.sync(self._root, self._handlers.has_unbuilt, staged=staged)
         self._steps.count(replaced=True)
         if not self._entering:
             self._commit()
@@ -409,11 +407,11 @@ class ElasticState(State):
     def _interrupted(self) -> None:
         self._steps.undo({})
 
-    def _take_up(self, kept: Any) -> None:
+    def _copy_from(self, kept: Any) -> None:
         kept.restore()
         self._steps.count()
-        self._handlers.take_up(kept._handlers)
-        self._root_unbuilt = kept._handlers.unbuilt
+        self._handlers.copy_from(kept._handlers)
+        self._root_unbuilt = kept._handlers.has_unbuilt
         self._steps.count(replaced=True)
         self._counter.version = kept._counter.version
         self.save()

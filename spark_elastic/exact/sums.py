@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spark_elastic.collective.calls import agree, as_bytes
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.calls import agree
+from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import global_process_set
 from spark_elastic.collective.reduction import Sum
@@ -240,7 +240,7 @@ class ShardReduction:
         self.count = count
         self._about = about
         self._on_new_world = on_new_world
-        self._group: GlooGroup | None = None
+        self._group: Group | None = None
         self._shapes = ""
         self._flats: list[_Flat] = []
 
@@ -290,7 +290,7 @@ class ShardReduction:
             group.wait(group.allreduce(numbers, Sum.gloo))
         return numbers
 
-    def _agreed_group(self, like: Sequence[torch.Tensor] | None) -> GlooGroup | None:
+    def _agreed_group(self, like: Sequence[torch.Tensor] | None) -> Group | None:
         group = global_process_set.group()
         if group is None:
             self._group = None
@@ -313,7 +313,7 @@ class ShardReduction:
         return group
 
     def _sum(
-        self, group: GlooGroup, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor
+        self, group: Group, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor
     ) -> list[torch.Tensor]:
         vector = torch.cat([numbers + 0.0, torch.tensor([float(process.update_pending)], dtype=torch.float64)])
         nodes = partials_of(self.count, group.size)
@@ -334,14 +334,14 @@ class ShardReduction:
         return results
 
 
-def _launch_sum(group: GlooGroup, flat: _Flat, sums: PartialSums) -> Any:
+def _launch_sum(group: Group, flat: _Flat, sums: PartialSums) -> Any:
     """Launch a reduction of at most two partial sums: the order in which two numbers are added does not matter."""
     sources = flat.sources(sums.values[0] if sums.values else None)
     return group.allreduce(flat.buffer, Sum.gloo, lambda out, start: flat.fill(sources, out, start))
 
 
 def _launch_slices(
-    group: GlooGroup, flat: _Flat, sums: PartialSums, nodes: Sequence[Sequence[Node]]
+    group: Group, flat: _Flat, sums: PartialSums, nodes: Sequence[Sequence[Node]]
 ) -> tuple[Any, Callable[[], Any]]:
     """Launch the exchange of slices; the function that is returned adds them up and launches the way back."""
     own, size = len(sums.values), flat.slice_size

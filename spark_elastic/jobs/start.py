@@ -190,7 +190,7 @@ def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.Exi
     files = None if call.output_dir is None else OutputFiles(call.output_dir)
     if files is not None:
         undo.callback(files.close)
-    printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.take)
+    printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
     undo.callback(printer.close)
     return printer
 

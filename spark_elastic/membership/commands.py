@@ -74,7 +74,7 @@ class NotifyHostsUpdated(Command):
     """Tell the members that their world will be replaced, so that they agree on a step at which to stop."""
 
     workers: tuple[WorkerId, ...]
-    sequence: int  # grows by one with each update, so that two updates in one second are told apart
+    sequence: int  # grows by one with each update, so that two updates in one second differ
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,10 @@ class Timers(Generic[Key]):
         """Set the key's deadline, in place of the one it has."""
         self._due[key] = due
 
-    def cancel(self, key: Key) -> None:
-        """Remove the key's deadline, if it has one."""
-        self._due.pop(key, None)
+    def cancel(self, *keys: Key) -> None:
+        """Remove the deadlines of these keys, if they have any."""
+        for key in keys:
+            self._due.pop(key, None)
 
     def get(self, key: Key) -> float | None:
         """Return the key's deadline; None: it has none."""

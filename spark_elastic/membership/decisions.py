@@ -1,6 +1,6 @@
 """The decisions about the next world: its members and their ranks, and when to stop waiting for more workers.
 
-Most are pure functions; the class `Gathering` applies them while a job waits.
+Most are pure functions; the class `Quorum` applies them while a job waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from spark_elastic.membership.reasons import (
 from spark_elastic.membership.registry import ADMITTED, BOOTING, READY, TRAINING, Worker, WorkerRegistry
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.topology import WorkerId, World
-from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
 _MOST_RANKS_NAMED = 8
@@ -39,7 +38,7 @@ class Decision:
     """A decision to build the next world now, to wait for more workers, or to give up."""
 
     go: bool
-    wait: Wait | None = None  # what to wait for; None: go on, or give up
+    wait: Wait | None = None  # what to wait for; None: build it, or give up
     deadline: float | None = None  # when the answer changes if nothing happens
     expired: bool = False  # the time to wait is over: give up
 
@@ -135,37 +134,7 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
     return UnequalSteps(ranks[0], ranks[1], None if furthest is None else furthest.steps)
 
 
-def start(
-    ready: int, settings: ElasticSettings, now: float, *, enough_since: float | None, deadline: float
-) -> Decision:
-    """Decide if a first world can start with `ready` workers.
-
-    `enough_since`: since when `min_num_proc` workers are ready; None: they are not. `deadline`: when the job gives up.
-    """
-    need, want = settings.min_num_proc, settings.num_proc
-    if ready >= want:
-        return Decision(go=True)
-    if enough_since is not None and ready >= need:
-        until = min(enough_since + settings.start_grace_s, deadline)
-        if now >= until:
-            return Decision(go=True)
-        return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
-    if now >= deadline:
-        return Decision(False, deadline=deadline, expired=True)
-    return Decision(False, Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), deadline)
-
-
-def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float) -> Decision:
-    """Decide if `have` workers (with those that are done) are enough to continue from their state in a next world."""
-    need = settings.min_num_proc
-    if have >= need:
-        return Decision(go=True)
-    if now >= deadline:
-        return Decision(False, deadline=deadline, expired=True)
-    return Decision(False, Wait(WaitKind.REPLACEMENTS, have, 0, need, deadline - now), deadline)
-
-
-class Gathering:
+class Quorum:
     """Decides when enough workers are ready for the next world. It only reads the registry."""
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
@@ -179,29 +148,44 @@ class Gathering:
         self._enough_since: float | None = None
         self.backoff = RegroupBackoff(context.settings)
 
-    def begin(self, setting: str, now: float) -> None:
+    def start(self, setting: str, now: float) -> None:
         """Begin to wait. `setting`: the name of the timeout, "start_timeout" or "elastic_timeout"."""
         limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
-        self._timers.set(("gather", 0), self._until)
+        self._timers.set(("quorum", 0), self._until)
 
-    def first_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers are enough for a world that starts without a state."""
-        if have < self._settings.min_num_proc:
+    def first_world(self, ready: int, now: float) -> Decision:
+        """Decide if `ready` workers are enough for a world that starts without a state."""
+        need, want, deadline = self._settings.min_num_proc, self._settings.num_proc, self._until
+        if ready < need:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        return start(have, self._settings, now, enough_since=self._enough_since, deadline=self._until)
+        if ready >= want:
+            return Decision(go=True)
+        if self._enough_since is not None:
+            until = min(self._enough_since + self._settings.start_grace_s, deadline)
+            if now >= until:
+                return Decision(go=True)
+            return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
+        return self._wait_until_deadline(Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), now)
 
-    def gathered(self, ready: int, before: WorldChange) -> WorldChange:
+    def reached(self, ready: int, before: WorldChange) -> WorldChange:
         """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
         want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
         return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
 
     def next_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers are enough for a world that continues from their state."""
-        return self.paced(regroup(have, self._settings, now, deadline=self._until), now)
+        """Decide if `have` workers (with those that are done) are enough to continue from their state."""
+        need = self._settings.min_num_proc
+        if have >= need:
+            return self.paced(Decision(go=True), now)
+        return self._wait_until_deadline(Wait(WaitKind.REPLACEMENTS, have, 0, need, self._until - now), now)
+
+    def _wait_until_deadline(self, wait: Wait, now: float) -> Decision:
+        over = now >= self._until
+        return Decision(False, None if over else wait, self._until, expired=over)
 
     def paced(self, decision: Decision, now: float) -> Decision:
         """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""
@@ -214,7 +198,7 @@ class Gathering:
         """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
         assert decision.wait is not None
         assert decision.deadline is not None
-        self._timers.set(("gather", 0), decision.deadline)
+        self._timers.set(("quorum", 0), decision.deadline)
         return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:

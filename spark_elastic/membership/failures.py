@@ -14,7 +14,7 @@ from spark_elastic.errors import RepeatedCrashError, WorkerStartError
 from spark_elastic.membership.events import WorkerLost
 from spark_elastic.membership.reasons import LossKind, loss_in_words
 from spark_elastic.membership.registry import Worker
-from spark_elastic.membership.timeline import PlaceCooledDown
+from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
 from spark_elastic.settings import ElasticSettings
 
@@ -23,7 +23,7 @@ from spark_elastic.settings import ElasticSettings
 DEFAULT_PAUSES_S = (0.5, 60.0)
 """Shortest and longest pause where a pause is needed although cooldown is off."""
 _FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}
-"""The number of failures from which a place of the kind cools down: one failed slot says little about its executor."""
+"""The number of failures from which one of the kind cools down: one failed slot says little about its executor."""
 
 
 def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
@@ -36,13 +36,13 @@ def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
 class _History:
     failures: int
     last: float
-    until: float  # when the place may be used; the time of the last failure while there were too few for a pause
+    until: float  # when it may be used; the time of the last failure while there were too few for a pause
 
 
 class Cooldown:
     """Counts failures of slots, executors and hosts, and makes each wait for an exponentially growing pause.
 
-    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count of a place starts again at
+    `range_s` has the shortest and longest pause in seconds; None: never a pause. The count starts again at
     zero once it had no failure for as long as the longest pause, counted from the end of its last pause. Failures of
     one executor or host within the shortest pause of one another count as one: a dead executor takes all its workers
     with it.
@@ -53,17 +53,17 @@ class Cooldown:
         self._histories: dict[tuple[str, str], _History] = {}
         self._forget_from = 64  # the number of histories at which the old ones among them are looked for
 
-    def failed(self, place: Place, now: float) -> list[PlaceCooledDown]:
+    def failed(self, place: Place, now: float) -> list[CooldownStarted]:
         """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
         levels = (("slot", str(place.slot)), ("executor", place.executor), ("host", place.host))
         return [record for kind, name in levels for record in self._count(kind, name, now)]
 
-    def slot_failed(self, slot: SlotId, now: float) -> list[PlaceCooledDown]:
+    def slot_failed(self, slot: SlotId, now: float) -> list[CooldownStarted]:
         """Count a failure of a slot alone, because its executor is not known or not the cause. Returns as `failed`."""
         return self._count("slot", str(slot), now)
 
     def ready_at(self, place: Place) -> float:
-        """Return the time from which the place may be used; it is in the past if the place may be used now."""
+        """Return the time from which the slot may be used; it is in the past if it may be used now."""
         return max(
             self.slot_ready_at(place.slot), self._until("executor", place.executor), self._until("host", place.host)
         )
@@ -76,7 +76,7 @@ class Cooldown:
         history = self._histories.get((kind, name))
         return float("-inf") if history is None else history.until
 
-    def _count(self, kind: str, name: str, now: float) -> list[PlaceCooledDown]:
+    def _count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
         if self._range_s is None:
             return []
         shortest, longest = self._range_s
@@ -94,12 +94,12 @@ class Cooldown:
         if doublings < 0:
             return []
         history.until = now + _pause_s(self._range_s, doublings)
-        return [PlaceCooledDown(now, kind, name, history.failures, history.until)]
+        return [CooldownStarted(now, kind, name, history.failures, history.until)]
 
 
 # --- pauses between worlds ------------------------------------------------------------------------
 
-_FEWEST_TRIES = 5  # so many worlds are tried before the job is given up, even if that takes longer than the timeout
+_FEWEST_TRIES = 5  # this many worlds are tried before the job is given up, even if that takes longer than the timeout
 
 
 class RegroupBackoff:
@@ -254,7 +254,7 @@ class CrashLoopDetector:
         return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
-        returned = member.run_again_in == member.round  # and was to run again: the process may have ended as it should
+        returned = member.rerun_round == member.round  # and was to run again: the process may have ended as it should
         if exit.exit_code in EXITS_OF_OURS or (returned and exit.exit_code == 0):
             return False
         trained = member.round in self._rounds_that_trained
@@ -286,7 +286,7 @@ class BootFailures:
 
     @property
     def limit_reached(self) -> bool:
-        """True if so many processes exited that the job should fail."""
+        """True if the processes that exited are too many for the job to continue."""
         return not self.any_ready and self.count >= self.limit
 
     @property

@@ -1,9 +1,9 @@
-"""The membership machine: events in, commands out. It decides who trains, in which world, and from which state.
+"""The membership machine: events in, commands out. It decides which worker trains in which world, from which state.
 
 It uses no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
 
-Calls go down through three classes and never up: `Membership` handles events, `WorldLifecycle` decides who trains
-together, `SlotScheduler` decides where processes run. They share one `MachineContext`.
+Calls go down through three classes and never up: `Membership` handles events, `WorldLifecycle` decides which
+workers train together, `SlotScheduler` decides where processes run. They share one `MachineContext`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Membership:
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
             if isinstance(event, seen.JobStarted):
-                self._worlds.begin(self._now)
+                self._worlds.start(self._now)
                 self._scheduler.launch_all()
             elif isinstance(event, seen.CancelRequested):
                 self._worlds.fail(JobCancelledError(event.why), self._now)
@@ -171,7 +171,7 @@ class Membership:
         if event.round != worker.round or worker.state is READY:
             return  # of an older round, or a repeat
         if worker.state is ADMITTED and event.loop <= worker.loop:
-            return  # it was told to skip to a later loop
+            return  # it skips to a later loop
         if worker.state is BOOTING and event.at_init:
             self._worlds.on_at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
@@ -419,5 +419,5 @@ class Membership:
                 self._worlds.on_notice_due(now)
             case "verdict":
                 self._worlds.fail(self._boot_failures.error(), now)
-            case "gather":
+            case "quorum":
                 pass  # `evaluate`, which follows every event, checks the deadline

@@ -242,7 +242,7 @@ def missing_in_words(causes: Sequence[LossCause]) -> str:
 
 _CHANGES = {
     WorldChangeKind.JOB_STARTS: "the job starts",
-    WorldChangeKind.STARTED_OVER: "starting over, nobody held a state ({before})",
+    WorldChangeKind.STARTED_OVER: "starting over, no worker held a state ({before})",
     WorldChangeKind.NEWCOMERS: "{change.have} more ready to train",
     WorldChangeKind.LEAVING: "{cause}",
     WorldChangeKind.MEMBER_LOST: "rank {change.rank} on {change.host} is gone: {cause}",
@@ -338,14 +338,14 @@ def wait_on_bar(wait: Wait) -> str:
 
 def _survivors(wait: Wait) -> str:
     """Describe the survivors that the job waits for, as the end of a sentence; empty if they are too many to name."""
-    who = ""
+    words = ""
     if wait.ranks:
-        who = f" (rank{'s' if len(wait.ranks) > 1 else ''} {', '.join(map(str, wait.ranks))})"
+        words = f" (rank{'s' if len(wait.ranks) > 1 else ''} {', '.join(map(str, wait.ranks))})"
     if wait.finishing:
         which = "which" if wait.have == 1 else f"{wait.finishing} of which"
         runs, is_waited = ("runs", "is") if wait.finishing == 1 else ("run", "are")
-        who += f", {which} {runs} the code after the loop and {is_waited} waited for longer"
-    return who
+        words += f", {which} {runs} the code after the loop and {is_waited} waited for longer"
+    return words
 
 
 def failures_in_words(failures: int, pause_s: float) -> str:

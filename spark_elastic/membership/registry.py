@@ -42,7 +42,7 @@ class Agent:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A training process, from its start until it is GONE. `WorkerRegistry.enter` changes its `state`."""
+    """A training process, from its start until it is GONE. `WorkerRegistry.move` changes its `state`."""
 
     id: WorkerId
     agent: Agent = field(repr=False)
@@ -58,7 +58,7 @@ class Worker:
     loop: int = 0  # the elastic loop in which it last waited for a world; 0: none yet
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
-    run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
+    rerun_round: int = 0  # the round that broke when it last had to run again; 0: none
     plain: bool = False  # its function has returned and never entered an elastic loop
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
 
@@ -125,7 +125,7 @@ class WorkerRegistry:
         self.states[worker.state][worker.id] = worker
         worker.agent.worker = worker
 
-    def enter(self, worker: Worker, state: WorkerState) -> None:
+    def move(self, worker: Worker, state: WorkerState) -> None:
         """Move the worker to another state. GONE removes it, and its agent has no worker then."""
         WORKERS.check(worker.state, state)
         del self.states[worker.state][worker.id]

@@ -12,7 +12,7 @@ from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashL
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
-from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
+from spark_elastic.membership.topology import AgentId, HostSet, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
@@ -20,7 +20,7 @@ _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
 
 TimerKind = Literal[
-    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
+    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "quorum"
 ]
 TimerKey = tuple[TimerKind, int]
 """A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
@@ -52,8 +52,8 @@ class MachineContext:
         """Announce what is waited for, if that changed. Of large counts, only every change by a quarter is announced:
         each of many workers that wait for one another changes the count.
         """
-        told = self.waiting
-        if told is None or told.deadline != deadline or not wait.is_much_like(told.wait):
+        last = self.waiting
+        if last is None or last.deadline != deadline or not wait.is_much_like(last.wait):
             self.waiting = Waiting(now, wait, deadline)
             self.announce(self.waiting)
 
@@ -167,7 +167,7 @@ class SlotScheduler:
             self.fill(agent, now)
 
     def fill(self, agent: Agent, now: float) -> None:
-        """Start a worker on the agent: now, or when its place has cooled down."""
+        """Start a worker on the agent: now, or when its slot, executor and host have cooled down."""
         if agent.worker is not None or agent.leaving or agent.doomed:
             return
         due = self._cooldown.ready_at(agent.place)
@@ -183,7 +183,7 @@ class SlotScheduler:
         self._commands.append(StartWorker(agent.id, worker.id))
 
     def count_failure(self, agent: Agent, now: float) -> None:
-        """Count a failure of the agent's place. The losses of a worker and of its agent together count as one."""
+        """Count a failure of the agent's slot, executor and host. The loss of an agent and its worker counts as one."""
         slot = self._registry.slots[agent.place.slot]
         if slot.excused or agent.retiring:
             return
@@ -195,11 +195,8 @@ class SlotScheduler:
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
         before = self._allowed
-        if hosts is None:
-            self._allowed = None
-            return before is not None
-        self._allowed, update = (before or HostSet()).updated(hosts)
-        return before is None or update is not HostUpdate.NO_UPDATE
+        self._allowed = None if hosts is None else (before or HostSet()).updated(hosts)
+        return self._allowed != before
 
     def decommission(self, executor: str) -> list[Agent]:
         """Retire an executor. Returns its agents that were not retiring yet."""

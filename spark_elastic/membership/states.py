@@ -95,7 +95,7 @@ PHASES: Table[Phase] = Table(
         _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
         "because worlds broke in a row with no worker lost",
         _P.FINISHED: "every remaining member is done",
-        _P.FAILED: "the job cannot go on",
+        _P.FAILED: "the job cannot continue",
     },
     {
         (_P.CREATED, _P.STARTING): "the job starts",
@@ -109,7 +109,7 @@ PHASES: Table[Phase] = Table(
         (_P.RUNNING, _P.FAILED): "a worker raised, or the job is cancelled",
         (_P.INTERRUPTED, _P.RUNNING): "all members came: next world",
         (_P.INTERRUPTED, _P.BROKEN): "a member is lost, or did not stop where the others did",
-        (_P.INTERRUPTED, _P.WAITING): "all came, but fewer than the minimum can go on",
+        (_P.INTERRUPTED, _P.WAITING): "all came, but fewer than the minimum can continue",
         (_P.INTERRUPTED, _P.STARTING): "all came and no worker holds a state: start over",
         (_P.INTERRUPTED, _P.FINISHED): "all members are done",
         (_P.INTERRUPTED, _P.FAILED): "a worker raised, the reset limit is reached, or the job is cancelled",

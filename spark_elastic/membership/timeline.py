@@ -60,9 +60,9 @@ class WorkerLeft(Record):
         return loss_in_words(self.cause)
 
     def __str__(self) -> str:
-        who = f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
+        name = f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
         how = "left" if self.graceful else "is lost"
-        return f"{who} on {self.place.host} (executor {self.place.executor}) {how}: {self.why}"
+        return f"{name} on {self.place.host} (executor {self.place.executor}) {how}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class WorldStarted(Record):
 
 @dataclass(frozen=True, slots=True)
 class WorldBroken(Record):
-    """A world broke: its surviving members were told to close its connections and to wait for the next round."""
+    """A world broke: its surviving members close its connections and wait for the next round."""
 
     round: int
     size: int
@@ -106,7 +106,7 @@ class WorldBroken(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceCooledDown(Record):
+class CooldownStarted(Record):
     """A slot, executor or host failed and is not used before `until`."""
 
     kind: str  # one of "slot", "executor" and "host"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,31 +64,15 @@ class StateVersion:
 BEGINNING = StateVersion()
 
 
-class HostUpdate(enum.IntFlag):
-    """The kind of change between two observations of the hosts. MIXED is ADDED and REMOVED at once."""
-
-    NO_UPDATE = 0
-    REMOVED = 1
-    ADDED = 2
-    MIXED = 3
-
-
 @dataclass(frozen=True)
 class HostSet:
     """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
 
     slots: tuple[tuple[str, int], ...] = ()
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return tuple(host for host, _ in self.slots)
-
     def __str__(self) -> str:
         shown = [f"{host}:{count}" for host, count in self.slots[:8]]
         return ", ".join(shown + (["..."] if len(self.slots) > 8 else [])) or "none"
-
-    def __contains__(self, host: str) -> bool:
-        return host in self._by_host
 
     def slots_of(self, host: str) -> int:
         """Return the slots of the host; 0 if it may not be used."""
@@ -99,25 +82,19 @@ class HostSet:
     def _by_host(self) -> dict[str, int]:
         return dict(self.slots)
 
-    def updated(self, observed: Mapping[str, int]) -> tuple[HostSet, HostUpdate]:
-        """Return the hosts after an observation, and what it changed.
+    def updated(self, observed: Mapping[str, int]) -> HostSet:
+        """Return the hosts after an observation.
 
         Known hosts stay in their order, new ones follow in the order of `observed`. A host with 0 slots is absent.
 
         Raises:
             ValueError: if a number of slots is negative.
         """
-        before = self._by_host
-        after: dict[str, int] = dict.fromkeys(before, 0) | dict(observed)
-        result = HostUpdate.NO_UPDATE
+        after = {host: observed.get(host, 0) for host in self._by_host} | dict(observed)
         for host, count in after.items():
             if count < 0:
                 raise ValueError(f"host {host} was observed with {count} slots")
-            if count < before.get(host, 0):
-                result |= HostUpdate.REMOVED
-            if count > before.get(host, 0):
-                result |= HostUpdate.ADDED
-        return HostSet(tuple((host, count) for host, count in after.items() if count)), result
+        return HostSet(tuple((host, count) for host, count in after.items() if count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +124,7 @@ AgentId = int
 WorkerId = int
 """One training process; a restart gets a new one, so a stale message cannot be mistaken for a current one."""
 SlotId = int
-"""A place for one worker: the number of one single-task Spark job, kept across its restarts."""
+"""The number of one single-task Spark job, which runs one worker; kept across its restarts."""
 LaunchId = int
 """One start of a slot's agent; a relaunch gets a new one, so a late agent cannot be mistaken for the awaited one."""
 

@@ -1,4 +1,15 @@
-"""The worlds of a job: gathering workers, interrupting and breaking worlds, regrouping, and the end of the job."""
+"""The worlds of a job. The life of a job, in the phases of `states.PHASES`:
+
+STARTING: agents start workers, which wait in `init()` or in their elastic loop until enough are ready (`Quorum`).
+RUNNING: these are published as a world, and train.
+INTERRUPTED: a newcomer is ready or a member is to leave; the members stop at an agreed step and report ready.
+BROKEN: a member is lost or a collective failed; the others are cut from it, return to a mark and report ready.
+RUNNING again, once all members have reported (`_settle`): the next world has the most advanced state.
+WAITING: they are too few, and keep their state until replacements are ready or the time is over.
+FINISHED: the functions of all members have returned. If the world breaks before, they are called again.
+FAILED: the state is lost, too few workers came in time, a worker raised, or each world breaks.
+An event changes workers (the methods `on_...`); `evaluate`, called after each event, changes the phase.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,6 @@ from collections.abc import Sequence
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
-from spark_elastic.membership.decisions import Gathering
 from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
@@ -32,7 +42,7 @@ _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
 
 
 class WorldLifecycle:
-    """Decides who trains together: the phase of the job, its worlds, and which workers stay.
+    """Decides which workers train together: the phase of the job, its worlds, and their members.
 
     It calls the slot scheduler, and never `Membership`. All TRAINING workers are members of the newest world.
     """
@@ -50,8 +60,7 @@ class WorldLifecycle:
         self.world: World | None = None  # the newest world, also after it broke; None before the first
         self.furthest = BEGINNING  # the most advanced version that any worker ever reported
         self._elastic = False  # a worker showed a state, so the function has an elastic loop
-        self._gathering = Gathering(context, scheduler)
-        self._backoff = self._gathering.backoff
+        self._quorum = decisions.Quorum(context, scheduler)
         self._done: dict[WorkerId, tuple[int, int]] = {}  # the workers that are DONE: last rank and last round
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
@@ -66,25 +75,25 @@ class WorldLifecycle:
 
     # --- beginning and end ------------------------------------------------------------------------
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Start the job: gather workers for the first world."""
-        self._enter(Phase.STARTING)
-        self._gathering.begin("start_timeout", now)
+        self._set_phase(Phase.STARTING)
+        self._quorum.start("start_timeout", now)
 
     def fail(self, error: JobError, now: float) -> None:
-        self._enter(Phase.FAILED)
+        self._set_phase(Phase.FAILED)
         self._commands.append(do.FailJob(error))
         self._context.announce(JobEnded(now, "failed", str(error)))
 
     def _finish(self, now: float) -> None:
         # a worker that was done in an earlier world comes before the one that inherited its rank
         order = sorted(self._done, key=lambda worker: (*self._done[worker], worker))
-        self._enter(Phase.FINISHED)
+        self._set_phase(Phase.FINISHED)
         self._commands.append(do.FinishJob(tuple(order)))
         are_done = f"{counted(len(order), 'worker')} {'is' if len(order) == 1 else 'are'} done"
         self._context.announce(JobEnded(now, "finished", are_done))
 
-    def _enter(self, phase: Phase) -> None:
+    def _set_phase(self, phase: Phase) -> None:
         PHASES.check(self.phase, phase)
         self.phase = phase
         self._context.waiting = None
@@ -111,7 +120,7 @@ class WorldLifecycle:
         As long as no worker has reported a state, the function may have no loop: then the worker needs a world itself.
         """
         self._introduce(worker, now)
-        self._registry.enter(worker, AT_INIT)
+        self._registry.move(worker, AT_INIT)
         if self._elastic and self.phase in _WITH_WORLD:
             self._admit(worker, now)
 
@@ -138,13 +147,13 @@ class WorldLifecycle:
         self._timers.set(("stall", survivor), self._stall_due)
 
     def _skip_to_the_loop(self, worker: Worker, now: float) -> None:
-        """Let a worker go on if it waits in an earlier elastic loop than the job is in."""
+        """Admit a worker that waits in an earlier elastic loop than the job is in."""
         if 0 < worker.loop < self.furthest.loop:
             worker.rank = None  # it comes back as a newcomer
             self._admit(worker, now)
 
     def _admit(self, worker: Worker, now: float) -> None:
-        self._registry.enter(worker, ADMITTED)
+        self._registry.move(worker, ADMITTED)
         members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
         self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
@@ -153,7 +162,7 @@ class WorldLifecycle:
         """Store that the worker waits for the next world in elastic loop number `loop`."""
         self._introduce(worker, now)
         member = worker.state is TRAINING
-        self._registry.enter(worker, READY)
+        self._registry.move(worker, READY)
         worker.version, worker.loop, worker.after_loop = version, loop, False
         self._timers.cancel(("stall", worker.id))
         if not member:
@@ -168,7 +177,7 @@ class WorldLifecycle:
         self._skip_to_the_loop(worker, now)
 
     def on_address_lost(self, worker: Worker, now: float) -> None:
-        """Replace the world of a member that nobody reaches any more, before its members wait in a collective.
+        """Replace the world of a member that cannot be reached any more, before its members wait in a collective.
 
         Members that have left their loop need no collective: where there is one, the world is left alone.
         """
@@ -178,15 +187,14 @@ class WorldLifecycle:
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
-        for kind in _WORKER_TIMERS:
-            self._timers.cancel((kind, worker.id))
+        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
         worker.plain = not in_loop
-        again = worker.plain or worker.run_again_in != self._registry.round
+        again = worker.plain or worker.rerun_round != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
             if not self._left_early([worker], now):
                 self._run_again(worker, now)
             return
-        self._registry.enter(worker, DONE)
+        self._registry.move(worker, DONE)
         self._heard.forget(worker.id)
         if worker.round > 0 or self._registry.round == 0:  # a newcomer that never trained adds no result
             self._done[worker.id] = (worker.rank or 0, worker.round)
@@ -200,9 +208,9 @@ class WorldLifecycle:
         else:
             if worker.state is DONE:
                 del self._done[worker.id]
-                self._registry.enter(worker, TRAINING)
+                self._registry.move(worker, TRAINING)
             worker.run += 1
-            worker.run_again_in = self._registry.round
+            worker.rerun_round = self._registry.round
             worker.after_loop = False
             self._heard.heard(worker.id, now)
             worker.heard_at = now
@@ -214,7 +222,7 @@ class WorldLifecycle:
     ) -> None:
         """Remove a worker and start another one on its agent, if the agent may still be used.
 
-        `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its place.
+        `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its slot, executor and host.
         """
         agent = worker.agent
         if stop:
@@ -233,17 +241,16 @@ class WorldLifecycle:
         """Remove the worker from the registry, and break the world if it needed the worker."""
         # a result is lost with its worker: the other members have to run their functions again
         needed = worker.state is TRAINING or worker.id in self._done
-        self._registry.enter(worker, GONE)
+        self._registry.move(worker, GONE)
         self._registry.failed += not graceful
         self._heard.forget(worker.id)
-        for kind in _WORKER_TIMERS:
-            self._timers.cancel((kind, worker.id))
+        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
         self._done.pop(worker.id, None)
         rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
         if not graceful and worker.round > 0:
             if worker.round == self._registry.round:
-                self._backoff.member_lost()
+                self._quorum.backoff.member_lost()
                 if self._shut_down_in == worker.round == self._unequal_in:
                     self._unequal_in = 0
             self._cancelled = cause.root.kind is LossKind.CANCELLED
@@ -263,16 +270,15 @@ class WorldLifecycle:
     def consider_interrupt(self, now: float) -> None:
         """Ask a running world to stop at an agreed step, if a worker is ready to join it or may leave it."""
         if self.phase is not Phase.RUNNING or self._done or not self._elastic:
-            return  # once a member is done, nobody joins any more; a plain function has no step to stop at
+            return  # once a member is done, no worker joins any more; a plain function has no step to stop at
         if self._registry.after_loop():
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
-            return  # the next world would exceed `reset_limit`, and the present one can go on
-        change = decisions.interruption(self._registry, self._settings.min_num_proc)
-        if change is None:
+            return  # the next world would exceed `reset_limit`, and the present one can continue
+        if (change := decisions.interruption(self._registry, self._settings.min_num_proc)) is None:
             return
         self._change = change
-        self._enter(Phase.INTERRUPTED)
+        self._set_phase(Phase.INTERRUPTED)
         self._paused_at = None
         self._notices += 1
         self._noticed_at = self.furthest
@@ -282,8 +288,8 @@ class WorldLifecycle:
 
     def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
-        wait = Wait(kind, have=self._registry.count(TRAINING), change=self._change)
-        self._context.announce_wait(wait, self._timers.get(("notice", 0)), now)
+        members = self._registry.count(TRAINING)
+        self._context.announce_wait(Wait(kind, members, change=self._change), self._timers.get(("notice", 0)), now)
 
     def on_blocked(self, now: float) -> None:
         """End a too long collective: remove the members that are not in it, or break the world if all are.
@@ -321,7 +327,7 @@ class WorldLifecycle:
         change = self._change
         abandoned = change.cause is not None and change.cause.kind is LossKind.ABANDONED
         failed = abandoned or change.kind is WorldChangeKind.COLLECTIVE_FAILED
-        if not failed or not done or self._backoff.member_is_lost:
+        if not failed or not done or self._quorum.backoff.member_is_lost:
             return False
         step = None if done[0].plain else self.furthest.steps
         left = tuple(sorted(worker.rank or 0 for worker in done))
@@ -329,19 +335,19 @@ class WorldLifecycle:
         return self._twice(UnequalSteps(left, (change.rank or 0,), step), now)
 
     def _done_in_this_round(self) -> list[Worker]:
-        done = self._done.items()
-        return [self._registry.workers[worker] for worker, (_, round) in done if round == self._registry.round]
+        workers, newest = self._registry.workers, self._registry.round
+        return [workers[worker] for worker, (_, round) in self._done.items() if round == newest]
 
     def _break(self, change: WorldChange, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):
             return
         assert self.world is not None
-        self._enter(Phase.BROKEN)
+        self._set_phase(Phase.BROKEN)
         if self._paused_at is None:
             self._paused_at = now
         self._change = change
-        self._backoff.world_broke(self.furthest, now)
-        if self._backoff.count > 1:
+        self._quorum.backoff.world_broke(self.furthest, now)
+        if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())
         self._timers.cancel(("notice", 0))
         training = tuple(self._registry.states[TRAINING])
@@ -350,10 +356,9 @@ class WorldLifecycle:
         for survivor in training:
             self._set_stall_timer(survivor, now)
         self._context.announce(WorldBroken(now, self._registry.round, self.world.size, change))
-        if self._left_early(self._done_in_this_round(), now):
-            return
-        for worker in [self._registry.workers[worker] for worker in sorted(self._done)]:
-            self._run_again(worker, now)
+        if not self._left_early(self._done_in_this_round(), now):
+            for worker in sorted(self._done):
+                self._run_again(self._registry.workers[worker], now)
 
     def on_notice_due(self, now: float) -> None:
         """Decide what to do about members that were asked to stop and have not."""
@@ -393,15 +398,13 @@ class WorldLifecycle:
                     self._admit(worker, now)
             ready = in_loop
         have = ready or len(self._done)  # some functions return without ever asking for a world
-        decision = self._gathering.first_world(have, now)
+        decision = self._quorum.first_world(have, now)
         if ready:
-            decision = self._gathering.paced(decision, now)
-        if decision.expired:
-            self.fail(self._gathering.not_enough(ready, self._last_loss, now), now)
-        elif not decision.go:
-            self._context.announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
+            decision = self._quorum.paced(decision, now)
+        if not decision.go:
+            self._wait_or_fail(decision, ready, now)
         elif ready:
-            self._change = self._gathering.gathered(ready, self._change)
+            self._change = self._quorum.reached(ready, self._change)
             self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
         else:
             self._finish(now)
@@ -414,35 +417,35 @@ class WorldLifecycle:
             return
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
-        held = any(map(self._holds, ready))
-        behind = not held and any(map(self._holds, self._registry.in_state(ADMITTED)))
+        held = any(map(self._has_newest_state, ready))
+        behind = not held and any(map(self._has_newest_state, self._registry.in_state(ADMITTED)))
         if not held and not behind and self.furthest.trained:
             self._on_state_lost(now)
             return
         if not held and not behind:
-            self._enter(Phase.STARTING)
+            self._set_phase(Phase.STARTING)
             self._change = WorldChange(WorldChangeKind.STARTED_OVER, before=self._change)
-            self._gathering.begin("elastic_timeout", now)
+            self._quorum.start("elastic_timeout", now)
             self._evaluate_start(now)
             return
         if self.phase is not Phase.WAITING:
-            self._gathering.begin("elastic_timeout", now)
+            self._quorum.start("elastic_timeout", now)
         # a holder of the state is on its way to the job's loop; the others wait for it
         members = [] if behind else decisions.select(ready, len(self._done), self._settings.min_num_proc)
         have = len(members) + len(self._done)
-        if self._gathering.next_world(have, now).go:
+        decision = self._quorum.next_world(have, now)
+        if decision.go:
             self._publish(members, now)
             return
         if self.phase is not Phase.WAITING:
-            self._enter(Phase.WAITING)
-        self._wait_for_replacements(have, now)
+            self._set_phase(Phase.WAITING)
+        self._wait_or_fail(decision, have, now)
 
-    def _wait_for_replacements(self, have: int, now: float) -> None:
-        decision = self._gathering.next_world(have, now)
+    def _wait_or_fail(self, decision: decisions.Decision, have: int, now: float) -> None:
         if decision.expired:
-            self.fail(self._gathering.not_enough(have, self._last_loss, now), now)
+            self.fail(self._quorum.not_enough(have, self._last_loss, now), now)
         else:
-            self._context.announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
+            self._context.announce_wait(self._quorum.wait_for(decision), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
         """Fail the job. The error is about crashes if they came back until no worker was left.
@@ -452,18 +455,17 @@ class WorldLifecycle:
         if self._crashes.may_be_a_loop():
             if self._lost_at is None:
                 self._lost_at = now
-            due = self._lost_at + REPORT_GRACE_S
             if self._crashes.is_a_loop_at_the_end(now):
                 self.fail(self._crashes.error(self.furthest, now), now)
                 return
-            if now < due:
-                self._timers.set(("gather", 0), due)
+            if now < (due := self._lost_at + REPORT_GRACE_S):
+                self._timers.set(("quorum", 0), due)
                 self._context.announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
-        progress, lost = self.furthest.steps, self._last_loss
-        self.fail(StateLostError(progress=progress, last_reason=lost, cancelled=self._cancelled), now)
+        steps, lost = self.furthest.steps, self._last_loss
+        self.fail(StateLostError(progress=steps, last_reason=lost, cancelled=self._cancelled), now)
 
-    def _holds(self, worker: Worker) -> bool:
+    def _has_newest_state(self, worker: Worker) -> bool:
         return worker.version is not None and worker.version.is_current_at(self.furthest)
 
     def _publish(self, members: list[Worker], now: float) -> None:
@@ -472,8 +474,8 @@ class WorldLifecycle:
             reason = change_in_words(self._change)
             self.fail(ResetLimitError(resets=self._registry.round, limit=limit, last_reason=reason), now)
             return
-        if self._backoff.is_hopeless(now):
-            self.fail(self._gathering.unreachable_peers(self._change), now)
+        if self._quorum.backoff.is_hopeless(now):
+            self.fail(self._quorum.unreachable_peers(self._change), now)
             return
         self._registry.round += 1
         self.world = world = decisions.build_world(self._registry.round, members)
@@ -484,14 +486,13 @@ class WorldLifecycle:
                 self.release(worker, now)
         for member in world.members:
             worker = self._registry.workers[member.worker]
-            self._registry.enter(worker, TRAINING)
+            self._registry.move(worker, TRAINING)
             worker.round, worker.rank = world.round, member.rank
-        self._timers.cancel(("gather", 0))
-        self._timers.cancel(("notice", 0))
+        self._timers.cancel(("quorum", 0), ("notice", 0))
         pause = None if self._paused_at is None else now - self._paused_at
-        self._backoff.world_began(self.furthest, now)
+        self._quorum.backoff.world_began(self.furthest, now)
         self._paused_at = None
-        self._enter(Phase.RUNNING)
+        self._set_phase(Phase.RUNNING)
         self._commands.append(do.PublishWorld(world))
         self._context.announce(
             WorldStarted(now, world.round, world.size, world.root, world.progress, world.sync, pause, self._change)

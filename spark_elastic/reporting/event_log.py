@@ -224,7 +224,7 @@ class EventLog:
                 self._on_started(record)
             case timeline.Waiting(at):
                 self._waits = self._add(at, "waiting", "", record.reason, wait=record.wait)
-            case timeline.PlaceCooledDown(at, kind, name, failures, until):
+            case timeline.CooldownStarted(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:
                     self._add(at, "resting", f"{kind} {name}", failures_in_words(failures, until - at))
             case timeline.JobEnded(at, outcome, why):

@@ -193,7 +193,7 @@ def _check_device(link: WorkerLink) -> None:
     device = os.environ.get(DEVICE_SETTING, "auto")
     if not device.startswith("cuda") or "tensorflow" in sys.modules:  # TensorFlow checks its GPUs itself
         return
-    from spark_elastic.collective.devices import choose_device, device_info
+    from spark_elastic.collective.gpu.devices import choose_device, device_info
 
     try:
         choose_device(device, device_info(), local_rank=0)

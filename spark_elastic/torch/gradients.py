@@ -17,11 +17,11 @@ import torch.distributed as dist
 from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_backward
 from spark_elastic.collective.calls import agree, describe_tensor
 from spark_elastic.collective.fused import Bucket, partition
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
-from spark_elastic.collective.shared_memory_reducer import SharedWork
+from spark_elastic.collective.shared_memory.reducer import SharedWork
 from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, parameters, stamp
@@ -95,8 +95,8 @@ class BackwardReducer:
         self._made_for: Any = None
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
         self._works: list[dist.Work] = []
-        self._group: GlooGroup | None = None
-        self._agreed_on: tuple[GlooGroup | None, int] = None, 0
+        self._group: Group | None = None
+        self._agreed_on: tuple[Group | None, int] = None, 0
         """The group whose members have agreed, and the number of joins that they had completed."""
         self._is_one_of_many = False
         """A member has several reducers, so each reduction is announced."""
@@ -203,7 +203,7 @@ class BackwardReducer:
         trained = [slot for slot in self._slots if slot.param.requires_grad]
         return bool(self._unseen) or self._agreed_on != (group, group.log.joins) or self._trained != trained
 
-    def _present_group(self) -> GlooGroup | None:
+    def _present_group(self) -> Group | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self.process_set.group() if self.process_set.included() else None
 
@@ -357,7 +357,7 @@ class BackwardReducer:
         self.reductions += 1
         self._stamp.reduced()
 
-    def _prepare(self, group: GlooGroup) -> None:
+    def _prepare(self, group: Group) -> None:
         """Agree with the members, and make the buckets, if the world or what is trained has changed."""
         trained = [slot for slot in self._slots if slot.param.requires_grad]
         if self._agreed_on != (group, group.log.joins) or trained != self._trained:
@@ -366,7 +366,7 @@ class BackwardReducer:
         elif group is not self._group or not self._buckets:
             self._plan(group)
 
-    def _agree(self, group: GlooGroup) -> None:
+    def _agree(self, group: Group) -> None:
         """Compare the settings of all members, and find out which gradients are sparse.
 
         Raises:
@@ -405,7 +405,7 @@ class BackwardReducer:
         (self._made_dense if self.sparse_as_dense else self._sparse).update(found)
         self._unseen -= {key for key, grad in grads.items() if grad is not None}
 
-    def _plan(self, group: GlooGroup) -> None:
+    def _plan(self, group: Group) -> None:
         """Divide the trained parameters into buckets."""
         self._group = group
         for slot in self._slots:
@@ -428,7 +428,7 @@ class BackwardReducer:
         flags, piggyback = (stamp.WIDTH, self._scalars_width) if is_last else (0, 0)
         return Bucket(part, self.compression, flags=flags, piggyback=piggyback)
 
-    def _reduce(self, group: GlooGroup) -> None:
+    def _reduce(self, group: Group) -> None:
         for bucket in self._buckets[self.launched :]:
             self._send(bucket)
         scalars = self._scalars

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import Function
 
 from spark_elastic.collective import operations as collectives
-from spark_elastic.collective.devices import choose_device, device_info, device_setting
+from spark_elastic.collective.gpu.devices import choose_device, device_info, device_setting
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import local_rank

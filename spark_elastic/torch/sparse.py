@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from spark_elastic.collective.calls import Handle, start_allgather
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.negotiation import launch_now
 
 
-def gather_entries(group: GlooGroup, param: torch.nn.Parameter, divisor: int) -> Callable[[], None]:
+def gather_entries(group: Group, param: torch.nn.Parameter, divisor: int) -> Callable[[], None]:
     """Start to gather the entries of a sparse gradient; return the function that completes it.
 
     Entries of several members with the same index are summed. A member without a gradient sends no entries; a gradient

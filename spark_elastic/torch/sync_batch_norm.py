@@ -16,7 +16,7 @@ from spark_elastic.collective.batch_statistics import (
     sum_over_group,
     sums_in_backward,
 )
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 
 
@@ -110,7 +110,7 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running(count, mean, var)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group, counts)
 
-    def _group(self) -> GlooGroup | None:
+    def _group(self) -> Group | None:
         return normalised_group(self._process_set or global_process_set)
 
     def _update_running(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ _classes: dict[type, type[SyncBatchNorm]] = {
 # --- statistics -----------------------------------------------------------------------------------
 
 
-def _statistics(group: GlooGroup, input: torch.Tensor, counts: bool) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _statistics(group: Group, input: torch.Tensor, counts: bool) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return the number of values per channel over all members, and their mean and biased variance, shape (channels,).
 
     Each member computes the variance about its own mean; they are merged in float64, which is exact enough for inputs
@@ -245,7 +245,7 @@ class _Normalise(Function):
         var: torch.Tensor,
         count: int,
         eps: float,
-        group: GlooGroup,
+        group: Group,
         counts: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, var)

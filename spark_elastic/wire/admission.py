@@ -36,7 +36,7 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_handshakes(workers: int) -> int:
-    """Return how many connections may be in their handshake at a time in a job of so many workers."""
+    """Return how many connections may be in their handshake at a time in a job of `workers` workers."""
     return max(MAX_UNAUTHENTICATED, 2 * workers)
 
 

@@ -16,7 +16,7 @@ may drop a connection whose handshake takes long, and the client must not take t
 
 With `encrypt`, the nonces are fresh X25519 public keys, and what the two sides make of them is a part of each
 direction's key. A frame's body is then encrypted by ChaCha20-Poly1305 with the sequence number as nonce, and its tag
-takes the place of the HMAC. Who has recorded a connection cannot read it with the job's key alone. The magic is another
+takes the place of the HMAC. A recorded connection cannot be read with the job's key alone. The magic is another
 one, so that a peer with the other setting is refused at once.
 """
 

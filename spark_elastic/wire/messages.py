@@ -290,11 +290,10 @@ class KvSet(Message):
 
 @dataclass(frozen=True)
 class KvGet(Message):
-    """Ask for values. Answered by one `KvValues` once every key is set; not answered if the round ends first."""
+    """Ask for a value. Answered by a `KvValue` once the key is set; not answered if the round ends first."""
 
     round: int
-    request: int
-    keys: tuple[str, ...]
+    key: str
 
 
 @dataclass(frozen=True)
@@ -366,7 +365,7 @@ class HostsUpdated(Message):
 
 @dataclass(frozen=True)
 class Cut(Message):
-    """The driver ends the round, because a member is lost or the world cannot go on: interrupt its collectives."""
+    """The driver ends the round, because a member is lost or the world cannot continue: interrupt its collectives."""
 
     round: int
     why: str
@@ -389,11 +388,10 @@ class EpochDecision(Message):
 
 
 @dataclass(frozen=True)
-class KvValues(Message):
-    """Answer to the `KvGet` with this request number: the values in sequence, with their sizes."""
+class KvValue(Message):
+    """Answer to a `KvGet` of the newest round: the value of the key."""
 
-    request: int
-    sizes: tuple[int, ...]
+    key: str
     payload: bytes
 
 

@@ -71,10 +71,10 @@ class WorkerLink:
         self._cut_round = 0
         self._cut_why = ""
         self._cut_callback: Callable[[int, str], None] | None = None
-        self._replies: dict[int, wire.KvValues] = {}
+        self._replies: dict[str, bytes] = {}
+        """The values that the driver has sent, by key."""
         self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}
         """The values of groups, by round and name."""
-        self._next_request = 0
         self._decisions: dict[int, str] = {}
         """The driver's decisions about epochs that this worker has asked about."""
         self._version: StateVersion | None = None
@@ -261,23 +261,16 @@ class WorkerLink:
         """Set a value in the round's key-value store at the driver."""
         self._send(wire.KvSet(round, key, value))
 
-    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Wait until every key is set, and return their values.
+    def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
+        """Wait until the key is set, and return its value.
 
         Raises:
             HorovodInternalError: The driver has ended the round, or published a newer one.
-            TimeoutError: A key was not set within `timeout_s`.
+            TimeoutError: The key was not set within `timeout_s`.
         """
-        with self._changed:
-            self._next_request += 1
-            request = self._next_request
-        self._send(wire.KvGet(round, request, tuple(keys)))
-        reply: wire.KvValues = self._await_in_round(round, self._replies, request, timeout_s, f"value for {list(keys)}")
-        values, start = [], 0
-        for size in reply.sizes:
-            values.append(reply.payload[start : start + size])
-            start += size
-        return values
+        self._send(wire.KvGet(round, key))
+        value: bytes = self._await_in_round(round, self._replies, key, timeout_s, f"value of {key}")
+        return value
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
         """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
@@ -370,8 +363,8 @@ class WorkerLink:
                 self._updates_seen = max(self._updates_seen, sequence)
             case wire.EpochDecision(epoch, stop):
                 self._decisions[epoch] = stop
-            case wire.KvValues(request):
-                self._replies[request] = message
+            case wire.KvValue(key, value):
+                self._replies[key] = value
             case wire.KvGathered(round, name, values):
                 self._gathered[round, name] = values
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import spark_elastic
 import spark_elastic.torch as hvd
-from spark_elastic.collective.gpu_reduction import CudaRuntime, NcclGroup, member_device
+from spark_elastic.collective.gpu.nccl import NcclReductions, member_device
 from spark_elastic.collective.process import process
 from spark_elastic.errors import HorovodInternalError
 
@@ -27,9 +28,9 @@ STEPS = 30
 
 
 def alone(check_alive=lambda: None, report_stall=lambda begins: None):
-    device = torch.device("cuda", 0)
-    made = NcclGroup(device, check_alive, report_stall, 0.05, runtime=CudaRuntime())
-    made.connect(dist.HashStore(), 0, 1)
+    owner = SimpleNamespace(rank=0, size=1, check_alive=check_alive, report_stall=report_stall)
+    made = NcclReductions(owner, dist.HashStore, 0.05)
+    made.connect(torch.device("cuda", 0))
     return made
 
 
@@ -107,8 +108,8 @@ def train(dies_at):
     return {
         "device": str(device),
         "size": hvd.size(),
-        "nccl": group is not None and group._gpu._nccl is not None,
-        "why": "" if group is None else group._gpu.reason,
+        "nccl": group is not None and group.ways.nccl.used,
+        "why": "" if group is None else group.ways.nccl.reason,
         "applied": applied,
         "model": [round(float(p.double().sum()), 5) for p in model.parameters()],
     }

@@ -479,7 +479,7 @@ class Checker:
             require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
             require(self.waiting != record, "the same reason is announced twice")
             self.waiting = record
-        elif isinstance(record, t.PlaceCooledDown) and record.kind == "slot":
+        elif isinstance(record, t.CooldownStarted) and record.kind == "slot":
             assert self.settings.cooldown_range_s is not None
             slot = int(record.name)
             require(slot not in self.counted, f"slot {slot} failed twice since something was started there")

@@ -71,8 +71,8 @@ BUGS = (
     Bug(
         "a late job waits for ever",
         "decisions",
-        "expired=True)\n    return Decision(False, Wait(WaitKind.REPL",
-        "wait=Wait(WaitKind.CAUSE))\n    return Decision(False, Wait(WaitKind.REPL",
+        "self._until, expired=over)",
+        "self._until, expired=over and wait.kind is not WaitKind.REPLACEMENTS)",
     ),
     Bug(
         "the survivors are not cut",
@@ -107,8 +107,8 @@ BUGS = (
     Bug(
         "connections are never tried again",
         "worlds",
-        "if self._backoff.count > 1:",
-        "if self._backoff.count > 10**9:",
+        "if self._quorum.backoff.count > 1:",
+        "if self._quorum.backoff.count > 10**9:",
     ),
     Bug(
         "stalled survivors are waited for", "worlds", "        for survivor in training:", "        for survivor in ():"
@@ -141,12 +141,12 @@ BUGS = (
         "worker.state is TRAINING or worker.id in self._done",
         "worker.state is TRAINING",
     ),
-    Bug("a done worker is not run again", "worlds", "for worker in sorted(self._done)]", "for worker in ()]"),
+    Bug("a done worker is not run again", "worlds", "for worker in sorted(self._done):", "for worker in ():"),
     Bug(
         "a worker that finishes in a broken world is not run again",
         "worlds",
-        "worker.run_again_in != self._registry.round",
-        "worker.run_again_in < 0",
+        "worker.rerun_round != self._registry.round",
+        "worker.rerun_round < 0",
     ),
     Bug(
         "ranks that make unequal steps start again for ever",
@@ -259,8 +259,8 @@ BUGS = (
     Bug(
         "workers wait on although they are enough again",
         "worlds",
-        "if self._gathering.next_world(have, now).go:",
-        "if self.phase is not Phase.WAITING and self._gathering.next_world(have, now).go:",
+        "if decision.go:\n            self._publish",
+        "if self.phase is not Phase.WAITING and decision.go:\n            self._publish",
     ),
 )
 

@@ -323,7 +323,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
 def checks_failing(seed: object, rate: float = RATE) -> Iterator[None]:
     """Make checks for updated hosts fail at random, or report that a newcomer is ready."""
     import spark_elastic.torch as hvd
-    from spark_elastic.elastic.loop import CollectiveFrontend
+    from spark_elastic.elastic.frontend import CollectiveFrontend
     from spark_elastic.errors import HorovodInternalError
 
     rng = random.Random(f"checks {seed}")

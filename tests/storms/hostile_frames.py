@@ -39,7 +39,7 @@ EXAMPLES: tuple[wire.Message, ...] = (
     wire.LiveProgress(0, 2, "train", 10, 100, {"loss": 0.5}),
     wire.EpochRow(0, True, b'{"epoch": 0}'),
     wire.KvSet(1, "key", b"value"),
-    wire.KvGet(1, 1, ("key",)),
+    wire.KvGet(1, "key"),
     wire.LoopResult(1, "", b"sealed"),
 )
 """Messages of agents and workers, which the mutations start from."""

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks._harness import raise_descriptor_limit
-from spark_elastic.collective.gloo import compact
+from spark_elastic.collective.gloo.rendezvous import compact
 from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import retry_pause_s

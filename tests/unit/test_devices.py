@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_elastic.collective.devices import DeviceInfo, MemberDevice, choose_backend, choose_device, may_use_gpu
+from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice, choose_backend, choose_device, may_use_gpu
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.task.worker_process import worker_environment

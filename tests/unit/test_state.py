@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from spark_elastic.collective.process import Process
-from spark_elastic.elastic.finish import LaterLoop, Loops
-from spark_elastic.elastic.loop import Entry, elastic_loop
+from spark_elastic.elastic.finish import LaterLoop, LoopHistory
+from spark_elastic.elastic.frontend import Entry
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.object_state import ObjectState
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import State
@@ -30,7 +31,7 @@ class ScriptedFrontend:
         self.rejoined: list[StateVersion | None] = []
         self.versions: list[StateVersion] = []
         self.roots: list[int] = []
-        self.loops = Loops(Process())
+        self.loops = LoopHistory(Process())
         self.results: list[Any] = []
 
     def rank(self) -> int:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -33,7 +33,7 @@ class WorldLink:
         self._changed = threading.Condition()
         self._assignments: list[Any] = []
         self._newest: Assignment | None = None
-        self._values: dict[int, list[bytes]] = {}
+        self._values: dict[int, bytes] = {}
         self._requests = 0
         self._updates = 0
         self._cut = (0, "")
@@ -144,24 +144,23 @@ class WorldLink:
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> list[str]:
         self.kv_set(round, f"gather/{name}/{rank}", value.encode())
-        keys = [f"gather/{name}/{each}" for each in range(size)]
-        return [each.decode() for each in self.kv_get(round, keys, timeout_s)]
+        return [self.kv_get(round, f"gather/{name}/{each}", timeout_s).decode() for each in range(size)]
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self.send("set", round, key, value)
 
-    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+    def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
         with self._changed:
             self._requests += 1
             request = self._requests
-        self.send("get", round, request, list(keys))
+        self.send("get", round, request, key)
         with self._changed:
             done = self._changed.wait_for(lambda: request in self._values or self._cut[0] >= round, timeout_s)
             if request in self._values:
                 return self._values.pop(request)
         if done:
             raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
-        raise TimeoutError(f"{keys} were not set within {timeout_s} s")
+        raise TimeoutError(f"{key} was not set within {timeout_s} s")
 
 
 def link() -> WorldLink:

@@ -64,7 +64,7 @@ class WorldDriver:
         self._next_worker = 1
         self._changed = threading.Condition()
         self._values: dict[tuple[int, str], bytes] = {}
-        self._gets: list[tuple[_Peer, int, int, list[str]]] = []
+        self._gets: list[tuple[_Peer, int, int, str]] = []
         self._broken = False
         self._updates = 0
         self._over = False
@@ -186,11 +186,11 @@ class WorldDriver:
 
     def _answer_gets(self) -> None:
         waiting = []
-        for peer, round, request, keys in self._gets:
-            if all((round, key) in self._values for key in keys):
-                self._send(peer, "values", request, [self._values[round, key] for key in keys])
+        for peer, round, request, key in self._gets:
+            if (round, key) in self._values:
+                self._send(peer, "values", request, self._values[round, key])
             else:
-                waiting.append((peer, round, request, keys))
+                waiting.append((peer, round, request, key))
         self._gets = waiting
 
     def _send(self, peer: _Peer, *message: Any) -> None:

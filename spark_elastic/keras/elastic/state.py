@@ -53,7 +53,7 @@ class KerasState(ElasticState):
             return handler_for(value, models)
 
         def models() -> dict[str, Any]:
-            return {name: handler.value for name, handler in self._handlers.of(ModelHandler).items()}
+            return {name: handler.value for name, handler in self._handlers.of_type(ModelHandler).items()}
 
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
@@ -121,7 +121,7 @@ class KerasSteps(OptimizerSteps):
         elif self._counter.version is None or self._counter.alone:
             return
         taken = 0
-        for name, handler in self._handlers.of(OptimizerHandler).items():
+        for name, handler in self._handlers.of_type(OptimizerHandler).items():
             now = int(handler.steps_applied())
             since = 0 if replaced else max(now - self._polled[name], 0)
             self._polled[name] = now
@@ -160,7 +160,7 @@ class KerasSteps(OptimizerSteps):
             self.count()
             if any(self._counter.steps.values()):
                 self._state.sync_if_built_late()
-        optimizers = [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+        optimizers = [handler.value for handler in self._handlers.of_type(OptimizerHandler).values()]
         marked, self.marked = self.marked, True
         if optimizers and all(map(reduces, optimizers)):
             return
@@ -178,7 +178,7 @@ class KerasSteps(OptimizerSteps):
         outside = [each for each in list(distributed) if reduces(each) and id(each._steps) not in kept]
         if not outside:
             return []
-        handlers = [h for h in self._handlers.of(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
+        handlers = [h for h in self._handlers.of_type(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
         listed = {id(backend.native(variable)) for handler in handlers for variable in handler.variables()}
         return [each for each in outside if not listed.issuperset(id(backend.native(v)) for v in each.variables)]
 
@@ -186,10 +186,10 @@ class KerasSteps(OptimizerSteps):
         """Return the values of the variables that models train, and of those that optimizers of the state train."""
         trained = {
             id(backend.native(variable)): variable
-            for handler in self._handlers.of(ModelHandler).values()
+            for handler in self._handlers.of_type(ModelHandler).values()
             for variable in handler.trained()
         }
-        for handler in self._handlers.of(OptimizerHandler).values():
+        for handler in self._handlers.of_type(OptimizerHandler).values():
             trained |= {id(backend.native(v)): v for v in getattr(handler.value, "_trainable_variables", ())}
         return by_unique_name((backend.describe(each).path, backend.to_wire(each)) for each in trained.values())
 
@@ -230,7 +230,7 @@ class KerasSteps(OptimizerSteps):
 
     def _built(self) -> None:
         """Add the variables that were created since the last commit and mark to these, with their initial values."""
-        for handler in self._handlers.of(VariablesHandler).values():
+        for handler in self._handlers.of_type(VariablesHandler).values():
             handler.save_new()
         if self._copies is not None:
             variables, copies = self._copies
@@ -244,9 +244,9 @@ class KerasSteps(OptimizerSteps):
 
     def _unobserved(self) -> list[str]:
         """Return the paths of trainable variables that no optimizer in the state trains."""
-        optimizers = [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+        optimizers = [handler.value for handler in self._handlers.of_type(OptimizerHandler).values()]
         trained = {id(backend.native(v)) for each in optimizers for v in getattr(each, "_trainable_variables", ())}
-        others = [h for h in self._handlers.of(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
+        others = [h for h in self._handlers.of_type(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
         variables = [v for handler in others for v in handler.variables() if v.trainable]
         return [backend.describe(v).path for v in variables if id(backend.native(v)) not in trained]
 
@@ -281,7 +281,7 @@ class KerasSteps(OptimizerSteps):
     @contextmanager
     def _values_kept(self, model: Any) -> Iterator[None]:
         """Put the variables of the state back, which a step in this context changes, and the model's metrics."""
-        handlers = self._handlers.of(VariablesHandler).values()
+        handlers = self._handlers.of_type(VariablesHandler).values()
         found = [each for handler in handlers for each in handler.variables()]
         # a model that was compiled after the state was made has an optimizer that the state does not know yet
         found += [*model.variables, *model.optimizer.variables]

@@ -107,7 +107,7 @@ class SnapshottedSteps:
 
     def wrap(self) -> None:
         self.wrapped = True
-        for handler in self._handlers.of(ModelHandler).values():
+        for handler in self._handlers.of_type(ModelHandler).values():
             if not handler.built():
                 self._undo.append(wrap_build(handler.value, self._built))
             if hasattr(handler.value, "train_step"):
@@ -125,7 +125,7 @@ class SnapshottedSteps:
     def untrained(self) -> list[Any]:
         """Return the variables of the state that steps change besides through optimizers, without frozen weights."""
         found = []
-        for handler in self._handlers.of(VariablesHandler).values():
+        for handler in self._handlers.of_type(VariablesHandler).values():
             if isinstance(handler, ModelHandler):
                 found += handler.step_variables()
             elif not isinstance(handler, OptimizerHandler):
@@ -137,7 +137,7 @@ class SnapshottedSteps:
         return [optimizer._steps for optimizer in self._optimizers() if reduces(optimizer)]
 
     def _optimizers(self) -> list[Any]:
-        return [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+        return [handler.value for handler in self._handlers.of_type(OptimizerHandler).values()]
 
     @contextmanager
     def _around_step(self, data: Any) -> Iterator[None]:
@@ -156,7 +156,7 @@ class SnapshottedSteps:
 
     def _applied(self) -> Any:
         """Return the number of steps that all optimizers together have applied; in a graph, a tensor."""
-        counts = [handler.steps_applied() for handler in self._handlers.of(OptimizerHandler).values()]
+        counts = [handler.steps_applied() for handler in self._handlers.of_type(OptimizerHandler).values()]
         return sum(counts[1:], start=counts[0]) if counts else 0
 
 

@@ -23,8 +23,9 @@ from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.loop import elastic_loop, frontend
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback

@@ -136,13 +136,13 @@ class TorchOptimizerSteps(OptimizerSteps):
             self._hook(name, handler.value)
         # with several passes a loop divides each batch into parts; all ranks must have equally many parts
         passes = max((each.backward_passes_per_step for each in self._distributed()), default=1)
-        for sampler in self._handlers.of(SamplerStateHandler).values():
+        for sampler in self._handlers.of_type(SamplerStateHandler).values():
             sampler.value.split_batches(passes)
 
     def check(self) -> None:
         if not self._observes_parameters:
             return
-        kept = [handler.value for handler in self._handlers.of(OptimizerStateHandler).values()]
+        kept = [handler.value for handler in self._handlers.of_type(OptimizerStateHandler).values()]
         for optimizer in list(stepped):
             is_distributed = isinstance(optimizer, DistributedOptimizerMixin)
             both = optimizer, optimizer._inner if is_distributed else None
@@ -164,9 +164,9 @@ class TorchOptimizerSteps(OptimizerSteps):
         )
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        models = self._handlers.of(ModelStateHandler)
+        models = self._handlers.of_type(ModelStateHandler)
         named = {f"{of}.{name}": p for of, each in models.items() for name, p in each.value.named_parameters()}
-        return named | {name: each.value for name, each in self._handlers.of(ParameterHandler).items()}
+        return named | {name: each.value for name, each in self._handlers.of_type(ParameterHandler).items()}
 
     def _trains_values(self, optimizer: torch.optim.Optimizer) -> bool:
         known = set(map(id, self._parameters().values()))
@@ -174,7 +174,7 @@ class TorchOptimizerSteps(OptimizerSteps):
 
     def _check_that_parameters_are_kept(self) -> None:
         known = set(map(id, self._parameters().values()))
-        for name, handler in self._handlers.of(OptimizerStateHandler).items():
+        for name, handler in self._handlers.of_type(OptimizerStateHandler).items():
             for param in handler.params():
                 if id(param) not in known:
                     raise UsageError(
@@ -195,12 +195,12 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._begun = False
         stepped.clear()
         self._written = self._changes()
-        for name, handler in self._handlers.of(ModelStateHandler).items():
+        for name, handler in self._handlers.of_type(ModelStateHandler).items():
             self._buffers.setdefault(name, BufferCopies()).save(handler.modules())
 
     def undo(self, plain: dict[str, Any]) -> str:
         abandon_steps()  # also those of optimizers that are not in the state
-        for handler in self._handlers.of(OptimizerStateHandler).values():
+        for handler in self._handlers.of_type(OptimizerStateHandler).values():
             if not isinstance(handler.value, DistributedOptimizerMixin):
                 for param in handler.params():  # a `zero_grad` of its own may want other arguments
                     param.grad = None
@@ -208,7 +208,7 @@ class TorchOptimizerSteps(OptimizerSteps):
             return changed
         if self._begun:
             return "an optimizer has begun a step since the last mark"
-        models = self._handlers.of(ModelStateHandler)
+        models = self._handlers.of_type(ModelStateHandler)
         for model in models.values():
             model.modules(anew=True)
         then, now = self._written, self._changes()
@@ -224,9 +224,9 @@ class TorchOptimizerSteps(OptimizerSteps):
         if not self._observes_parameters:
             return [], []
         params: list[torch.Tensor] = [
-            param for handler in self._handlers.of(ModelStateHandler).values() for param in handler.parameters()
+            param for handler in self._handlers.of_type(ModelStateHandler).values() for param in handler.parameters()
         ]
-        params += [handler.value for handler in self._handlers.of(ParameterHandler).values()]
+        params += [handler.value for handler in self._handlers.of_type(ParameterHandler).values()]
         return params, [0 if param.is_inference() else param._version for param in params]
 
     def _hook(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -255,7 +255,7 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        handlers = self._handlers.of(OptimizerStateHandler).values()
+        handlers = self._handlers.of_type(OptimizerStateHandler).values()
         return [optimizer for handler in handlers for optimizer in handler.optimizers()]
 
     def _distributed(self) -> list[Any]:

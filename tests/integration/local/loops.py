@@ -35,7 +35,7 @@ def steps(folder, until, before_step=None):
         rank = world.member(position.worker).rank
         try:
             link.kv_set(world.round, f"state-{rank}", str(done).encode())
-            held = link.kv_get(world.round, [f"state-{r}" for r in range(world.size)], 30)
+            held = [link.kv_get(world.round, f"state-{r}", 30) for r in range(world.size)]
             done = int(held[world.root])
             link.report_version(StateVersion(steps=done))
             Path(folder, f"pid-{rank}-{world.round}").write_text(str(os.getpid()))
@@ -44,7 +44,7 @@ def steps(folder, until, before_step=None):
                     before_step(rank, done)
                 seen = "1" if link.updates_seen() > position.updates_seen else ""
                 link.kv_set(world.round, f"{rank}-{done}", seen.encode())
-                said = link.kv_get(world.round, [f"{r}-{done}" for r in range(world.size)], 30)
+                said = [link.kv_get(world.round, f"{r}-{done}", 30) for r in range(world.size)]
                 done += 1
                 link.report_version(StateVersion(steps=done))
                 Path(folder, f"step-{done}").touch()

@@ -45,7 +45,7 @@ def train(limit: int, pause_at: int | None = None, diary: str = "") -> tuple[int
         diary: A folder in which rank 0 notes each commit, which it makes only once the one before is written.
     """
     import spark_elastic.torch as hvd
-    from spark_elastic.elastic.loop import frontend
+    from spark_elastic.elastic.frontend import frontend
 
     hvd.init()
     if frontend.checkpoints is not None:

@@ -63,14 +63,14 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    import spark_elastic.collective.group as groups
     import spark_elastic.elastic.handlers as elastic_handlers
     import spark_elastic.torch as hvd
+    from spark_elastic.collective.gloo.process_group import GlooCollectives
     from spark_elastic.collective.process import process
 
     at, note = Points(folder), Notes(folder)
     note("up")
-    _hold_at_calls(at, groups.Group, "connect", "rendezvous")
+    _hold_at_calls(at, GlooCollectives, "connect", "rendezvous")
     _hold_at_calls(at, elastic_handlers, "take_over", "sync", lambda: hvd.rank())
     at("init")
     hvd.init()

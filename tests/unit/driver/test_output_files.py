@@ -12,7 +12,7 @@ from tests.integration.processes import wait_until
 
 def test_each_rank_has_its_own_files_besides_the_printed_lines(tmp_path: Path, capsys) -> None:
     files = OutputFiles(tmp_path)
-    printer = OutputPrinter(copy=files.take)
+    printer = OutputPrinter(copy=files.add)
     printer.worker_lines("0", "stdout", ("one", "two"))
     printer.worker_lines("1", "stderr", ("three",))
     printer.worker_lines("slot 3", "stderr", ("four",))
@@ -26,7 +26,7 @@ def test_each_rank_has_its_own_files_besides_the_printed_lines(tmp_path: Path, c
 def test_a_second_job_adds_to_the_first_ones_files(tmp_path: Path) -> None:
     for text in ("first", "second"):
         files = OutputFiles(tmp_path)
-        files.take("0", "stdout", text)
+        files.add("0", "stdout", text)
         files.close()
     assert (tmp_path / "rank.0" / "stdout").read_text() == "first\nsecond\n"
 
@@ -36,7 +36,7 @@ def test_storage_without_append_gets_one_file_per_flush(tmp_path: Path) -> None:
     store = Store.create("memory://logs")
     for text in ("first", "second"):
         files = OutputFiles(store)
-        files.take("0", "stdout", text)
+        files.add("0", "stdout", text)
         files.close()
     assert [entry.path for entry in store.list("rank.0")] == ["rank.0/stdout.00001", "rank.0/stdout.00002"]
     fsspec.filesystem("memory").store.clear()
@@ -45,7 +45,7 @@ def test_storage_without_append_gets_one_file_per_flush(tmp_path: Path) -> None:
 def test_failing_store_does_not_fail_the_job(tmp_path: Path, caplog) -> None:
     (tmp_path / "rank.0").write_text("in the way of the folder")
     files = OutputFiles(tmp_path)
-    files.take("0", "stdout", "lost")
+    files.add("0", "stdout", "lost")
     files.close()
     assert "what workers print cannot be written to" in caplog.text
 
@@ -54,7 +54,7 @@ def test_lines_come_whole_into_files_of_a_fast_store(tmp_path: Path) -> None:
     files = OutputFiles(tmp_path)
     line = "x" * 9_999
     for number in range(10_000):  # 100 MB, within about a second
-        files.take("0", "stdout", line)
+        files.add("0", "stdout", line)
         if number % 100 == 99:
             wait_until(lambda: files._bytes < MAX_WAITING_BYTES // 2, 30, "lines are written")
     files.close()
@@ -68,8 +68,8 @@ def test_file_says_how_much_was_dropped_and_of_whom(tmp_path: Path, monkeypatch:
     files = OutputFiles(tmp_path)
     line = "x" * 2**20
     for _ in range(200):
-        files.take("0", "stdout", line)
-    files.take("1", "stderr", "short")
+        files.add("0", "stdout", line)
+    files.add("1", "stderr", "short")
     going.set()
     files.close()
     said = (tmp_path / "rank.0" / "stdout").read_text()

@@ -127,7 +127,7 @@ def test_a_state_takes_up_that_of_an_earlier_call_of_the_loop(alone):
     model.fit(*rows(32), batch_size=8, verbose=0)  # what comes after the loop
     kept.n = 2
     other, other_mean, state = build(0)
-    state._take_up(kept)
+    state._copy_from(kept)
     assert same(want, everything(other, other.optimizer, other_mean))
     assert (state.n, state.version) == (1, kept.version)
     state.model.fit(*rows(32), batch_size=8, verbose=0)

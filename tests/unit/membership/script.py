@@ -221,7 +221,7 @@ def _told(command: c.Command) -> str | None:
             return f"- {waiting.reason} (until {deadline:g})"
         case c.Announce(t.HostExcluded(_, host, _, until) as excluded):
             return f"- host {host} is left alone until {until:g}: {excluded.why}"
-        case c.Announce(t.PlaceCooledDown(_, kind, name, failures, until)):
+        case c.Announce(t.CooldownStarted(_, kind, name, failures, until)):
             return f"- {kind} {name} failed ({failures}), cools down until {until:g}"
         case c.Announce(t.WorkerLeft(_, worker) as left):
             return f"- w{worker} left: {left.why}"

@@ -40,7 +40,7 @@ from spark_elastic.membership.reasons import (
     reported,
 )
 from spark_elastic.membership.states import Phase
-from spark_elastic.membership.timeline import PlaceCooledDown, Waiting
+from spark_elastic.membership.timeline import CooldownStarted, Waiting
 from spark_elastic.membership.topology import Place
 from spark_elastic.settings import ElasticSettings
 from tests.unit.membership.script import exited, step_at
@@ -70,7 +70,7 @@ def only(kind: type, commands: list[Command]) -> list[Command]:
 
 
 def failures(commands: list[Command]) -> list[str]:
-    return [c.record.kind for c in commands if isinstance(c, Announce) and isinstance(c.record, PlaceCooledDown)]
+    return [c.record.kind for c in commands if isinstance(c, Announce) and isinstance(c.record, CooldownStarted)]
 
 
 def test_nothing_happens_before_the_job_starts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_elastic import clock
 from spark_elastic.membership import events as e
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind
-from spark_elastic.membership.timeline import HostExcluded, JobEnded, PlaceCooledDown, Waiting, WorkerLeft
+from spark_elastic.membership.timeline import CooldownStarted, HostExcluded, JobEnded, Waiting, WorkerLeft
 from spark_elastic.membership.topology import Place
 from spark_elastic.reporting.announcer import CAUSE_S, Announcer
 
@@ -15,7 +15,7 @@ def test_all_times_of_a_record_are_turned_into_wall_clock_time():
     wait = Wait(WaitKind.SLOTS, have=1, need=2)
     for record in (
         HostExcluded(10.0, "a", 3, until=70.0),
-        PlaceCooledDown(10.0, "slot", "1", 2, until=70.0),
+        CooldownStarted(10.0, "slot", "1", 2, until=70.0),
         Waiting(10.0, wait, deadline=70.0),
     ):
         announcer.announce(record)

@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.collective.process import Process
 from spark_elastic.elastic import finish
-from spark_elastic.elastic.finish import Loops
+from spark_elastic.elastic.finish import LoopHistory
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.task import main
 
@@ -50,7 +50,7 @@ class Link:
 
 @pytest.fixture
 def loops(monkeypatch):
-    own = Loops(Process())
+    own = LoopHistory(Process())
     monkeypatch.setattr(finish, "loops", own)
     return own
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.joining import STALL_S
+from spark_elastic.collective.reduce import STALL_S
 from tests.unit.worlds import WorldDriver
 
 

@@ -13,29 +13,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import gloo, shared_memory
-from spark_elastic.collective.gloo_shutdown import open_sockets
+from spark_elastic.collective.gloo import process_group, rendezvous
+from spark_elastic.collective.gloo.shutdown import open_sockets
 from spark_elastic.collective.process import process
-from spark_elastic.elastic.loop import frontend
+from spark_elastic.collective.reduce import LARGE_CHUNK_BYTES
+from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
+from spark_elastic.elastic.frontend import frontend
 from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
-COUNTS = (0, 1, 4095, 70_001, shared_memory.LARGE_BYTES + 3)
+COUNTS = (0, 1, 4095, 70_001, LARGE_CHUNK_BYTES + 3)
 PLACES = pytest.mark.parametrize(
     ("count", "hosts"),
     [(3, ONE_HOST), (5, TWO_HOSTS)],
     ids=["3", "3 and 2 on two hosts"],
 )
 
-needs_shared_memory = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+needs_shared_memory = pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 
 @given(st.binary(max_size=400))
 def test_address_is_the_same_after_it_was_made_compact(address):
-    assert gloo.restore(gloo.compact(address)) == address
+    assert rendezvous.restore(rendezvous.compact(address)) == address
 
 
 def looks_at_its_rendezvous():
@@ -52,7 +54,7 @@ def looks_at_its_rendezvous():
     frontend.rejoin(1)
     total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
     assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
-    return connecting, total[-1].item(), process.group()._shared is not None, process.group().notes
+    return connecting, total[-1].item(), process.group().ways.shared_memory is not None, process.group().notes
 
 
 @needs_shared_memory
@@ -161,14 +163,14 @@ def test_a_lost_member_ends_the_collectives_of_the_others(how, hosts):
 
 
 def stops_before_it_has_met_the_others():
-    from spark_elastic.collective import group
+    from spark_elastic.collective import world
 
     def stopped(*_):
         tell("stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if link().worker == 2:
-        group.find_peers = stopped
+        world.find_peers = stopped
     hvd.init()
     return hvd.size()
 
@@ -190,7 +192,7 @@ def dies_while_it_connects():
         die()
 
     if link().worker == 2:
-        gloo._options = dies
+        process_group._options = dies
     hvd.init()
     return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 

@@ -1,4 +1,4 @@
-"""What a peer claims about an object is believed only if a worker of this job has sealed it."""
+"""What a peer claims about an object is believed only if a worker of this job has signed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
 
 CLAIMED = (1 << 60).to_bytes(8, "big")
-"""Nobody can allocate so much: who tries fails with another error."""
+"""More than can be allocated: an attempt fails with another error."""
 
 
 def forged_broadcast():
@@ -21,8 +21,7 @@ def forged_broadcast():
     if hvd.rank() == 0:
         agree(group, "broadcast_object", "root_rank=0")
         group.objects += 1
-        head = CLAIMED + bytes(32) + b"x" * 64
-        group.wait(group.broadcast(objects._tensor(head.ljust(objects._HEAD_BYTES, b"\0")), 0))
+        group.wait(group.broadcast(objects._tensor(CLAIMED + bytes(32)), 0))
         return None
     return raised(lambda: hvd.broadcast_object(None, 0))
 
@@ -40,14 +39,14 @@ def forged_allgather():
 
 
 def of_another_kind():
-    """A length that is sealed, but for another object of the same job."""
+    """A length that is signed, but for another object of the same job."""
     hvd.init()
     group = process.group()
     if hvd.rank() == 0:
-        old = objects._sealed_size(1 << 60, group, 0)
+        old = objects._signed_size(1 << 60, group, 0)
         agree(group, "broadcast_object", "root_rank=0")
         group.objects += 1
-        group.wait(group.broadcast(objects._tensor(old.ljust(objects._HEAD_BYTES, b"\0")), 0))
+        group.wait(group.broadcast(objects._tensor(old), 0))
         return None
     return raised(lambda: hvd.broadcast_object(None, 0))
 
@@ -63,7 +62,7 @@ def test_nothing_is_allocated_for_a_length_without_a_valid_mac():
 def sizes():
     hvd.init()
     out = []
-    for count in (0, 1, 16_000, 16_300, 16_312, 16_384, 100_000):
+    for count in (0, 1, 16_384, 100_000):
         data = bytes([hvd.rank()]) * count
         out.append(hvd.broadcast_object(data, 1) == b"\1" * count)
         out.append(hvd.allgather_object(data[: count * hvd.rank()]) == [b"", b"\1" * count])

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from spark_elastic.collective import gloo_shutdown
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.gloo import shutdown
+from spark_elastic.collective.group import Group
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import HorovodInternalError
 
@@ -23,7 +23,7 @@ class Link:
     def cut_round(self):
         return 0
 
-    def kv_get(self, round, keys, timeout_s):
+    def kv_get(self, round, key, timeout_s):
         raise TimeoutError
 
 
@@ -58,8 +58,8 @@ class ProcessGroup:
 def group_with(work):
     import torch
 
-    group = GlooGroup(Link(), 1, "global", 0, ["127.0.0.1", "127.0.0.1"])
-    group.pg = ProcessGroup(work)
+    group = Group(Link(), 1, "global", 0, [0, 1])
+    group.gloo.pg = ProcessGroup(work)
     assert group.allreduce(torch.zeros(1, dtype=torch.int8), Sum.gloo) is work  # a type that only Gloo reduces
     return group
 
@@ -67,7 +67,7 @@ def group_with(work):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    gloo_shutdown._left_behind.clear()
+    shutdown._left_behind.clear()
 
 
 def test_after_a_cut_a_collective_that_does_not_end_is_not_waited_for():
@@ -94,20 +94,20 @@ def wait_for_waits(work, count):
 
 def test_a_group_with_a_stuck_collective_is_kept_until_that_has_ended():
     group = group_with(work := Work())
-    process_group = group.pg
+    process_group = group.gloo.pg
     group.cut("rank 1 is gone")
     group.close()
-    assert [kept for kept, _ in gloo_shutdown._left_behind] == [process_group]
+    assert [kept for kept, _ in shutdown._left_behind] == [process_group]
     work.over.set()
-    gloo_shutdown.free_ended_groups()
-    assert gloo_shutdown._left_behind == []
+    shutdown.free_ended_groups()
+    assert shutdown._left_behind == []
 
 
 def test_a_group_whose_collectives_have_ended_or_failed_is_freed_at_once():
     group = group_with(work := Work(error=RuntimeError("Connection closed by peer")))
     work.over.set()
     group.close()
-    assert gloo_shutdown._left_behind == []
+    assert shutdown._left_behind == []
 
 
 def test_a_collective_that_ends_as_its_wait_times_out_has_ended():
@@ -127,7 +127,7 @@ def test_a_collective_that_ends_as_its_wait_times_out_has_ended():
 
 
 def test_ended_groups_are_destroyed_by_a_thread_that_ends():
-    graveyard = gloo_shutdown.Graveyard()
+    graveyard = shutdown.Graveyard()
     destroyed = []
 
     class Ended:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices, gpu_reduction, group
-from spark_elastic.collective.devices import DeviceInfo, MemberDevice
-from spark_elastic.collective.gpu_reduction import NcclGroup
+from spark_elastic.collective import group, reduce
+from spark_elastic.collective.gpu import devices, nccl
+from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice
+from spark_elastic.collective.gpu.nccl import NcclReductions
 from spark_elastic.collective.process import process
 from spark_elastic.errors import HorovodInternalError
 from tests.unit.world_link import die, link
@@ -86,9 +87,9 @@ class Runtime:
 def pretend(uuid: str, version=(2, 27), sees: int = 1) -> None:
     """In a worker: this process has a GPU of that name."""
     devices.device_info = lambda: DeviceInfo("2.7.0", "12.6", sees)
-    gpu_reduction.member_device = lambda device: MemberDevice(uuid, version)
-    gpu_reduction.CudaRuntime = Runtime
-    group.is_on_gpu = lambda *tensors: any(tensor.dtype == torch.float64 for tensor in tensors)
+    nccl.member_device = lambda device: MemberDevice(uuid, version)
+    nccl.CudaRuntime = Runtime
+    reduce.is_on_gpu = lambda *tensors: any(tensor.dtype == torch.float64 for tensor in tensors)
 
 
 def train(dies_at: int | None, shared: bool):
@@ -116,8 +117,8 @@ def train(dies_at: int | None, shared: bool):
             state.commit()
 
     loop(state)
-    reduction = process.group()._gpu
-    nccl_used = reduction._nccl is not None
+    reduction = process.group().ways.nccl
+    nccl_used = reduction.used
     weights = [round(p.sum().item(), 9) for p in model.parameters()]
     return {"applied": applied, "size": hvd.size(), "nccl": nccl_used, "why": reduction.reason, "model": weights,
             "connected": Runtime.connected}  # fmt: skip
@@ -141,13 +142,13 @@ def reduce_through_the_host():
     pretend("shared")
     hvd.init()
     mine = process.group()
-    takes = mine._gpu.takes(torch.zeros(3, dtype=torch.float64))
-    group.is_on_gpu = lambda *tensors: False  # a copy is on the host
+    takes = mine.ways.nccl.reduces(torch.zeros(3, dtype=torch.float64))
+    reduce.is_on_gpu = lambda *tensors: False  # a copy is on the host
     sums = torch.full((3,), float(me))
     mine.wait(group.launch_staged(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
     gathered = torch.zeros(mine.size, dtype=torch.int64)
     mine.wait(group.launch_staged(mine.allgather, gathered, torch.tensor([me])))
-    return {"takes": takes, "why": mine._gpu.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
+    return {"takes": takes, "why": mine.ways.nccl.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
 
 
 def test_workers_that_share_a_gpu_reduce_through_host_memory():
@@ -173,7 +174,7 @@ def mixed():
     else:
         work = mine.allreduce(tensor, hvd.Sum.gloo)
     mine.wait(work)
-    return {"kinds": sorted(mine.kinds), "shared": mine._shared is not None, "sum": tensor.tolist()}
+    return {"gloo alone": mine.ways.open() == [mine.gloo], "sum": tensor.tolist()}
 
 
 def test_all_members_use_gloo_if_only_some_have_a_gpu():
@@ -181,7 +182,7 @@ def test_all_members_use_gloo_if_only_some_have_a_gpu():
         driver.start(mixed, count=2)
         results = driver.results(2)
     for result in results:
-        assert result == {"kinds": ["cpu", "gpu"], "shared": False, "sum": [3.0] * 4}
+        assert result == {"gloo alone": True, "sum": [3.0] * 4}
 
 
 # --- one communicator, in this process ------------------------------------------------------------
@@ -227,6 +228,8 @@ class Stub:
 class Round:
     """What a group knows of its round, and what it was told of waits."""
 
+    rank, size = 0, 2
+
     def __init__(self):
         self.why = None
         self.told = []
@@ -241,8 +244,8 @@ class Round:
         self.stalled.set()
 
     def communicator(self, stub):
-        made = NcclGroup(torch.device("cuda", 0), self.check_alive, self.report_stall, 0.01, runtime=stub)
-        made.connect(None, 0, 2)
+        made = NcclReductions(self, lambda: None, 0.01, runtime=stub)
+        made.connect(torch.device("cuda", 0))
         return made
 
 
@@ -253,7 +256,7 @@ def test_a_cut_ends_a_wait_and_the_result_is_not_used():
 
     def cut():
         here.stalled.wait(10)
-        here.why = "a worker was lost"  # as `GlooGroup.cut`: first the reason, then the communicator
+        here.why = "a worker was lost"  # as `Group.cut`: first the reason, then the communicator
         communicator.cut()
 
     cutting = threading.Thread(target=cut)
@@ -318,9 +321,9 @@ def test_store_outlives_its_communicator_for_torchs_watchdog():
         pass
 
     store = Store()
-    alive = weakref.ref(store)
-    communicator = NcclGroup(torch.device("cuda", 0), lambda: None, print, 0.01, runtime=Stub(Never()))
-    communicator.connect(store, 0, 2)
+    alive, stores = weakref.ref(store), [store]
+    communicator = NcclReductions(Round(), stores.pop, 0.01, runtime=Stub(Never()))
+    communicator.connect(torch.device("cuda", 0))
     del store
     gc.collect()
     assert alive() is not None
@@ -336,7 +339,7 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
             return stub
 
     entered = threading.Event()
-    communicator = NcclGroup(torch.device("cuda", 0), here.check_alive, here.report_stall, 0.01, runtime=Slow(None))
+    communicator = NcclReductions(here, lambda: None, 0.01, runtime=Slow(None))
 
     def cut():
         entered.wait(10)
@@ -346,7 +349,7 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
     cutting = threading.Thread(target=cut)
     cutting.start()
     with pytest.raises(HorovodInternalError, match="a worker was lost"):
-        communicator.connect(None, 0, 2)
+        communicator.connect(torch.device("cuda", 0))
     cutting.join()
     assert not stub.aborted.is_set()
     go.set()

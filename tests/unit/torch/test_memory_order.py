@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from spark_elastic.collective import shared_memory, shared_memory_reducer
-from spark_elastic.collective.shared_memory import ARRIVED, CONSUMED, HostPeers, OwnSegment, Peer
-from spark_elastic.collective.shared_memory_reducer import SharedMemoryReducer, SpinWait
+from spark_elastic.collective.shared_memory import reducer, segments
+from spark_elastic.collective.shared_memory.reducer import SharedMemoryReducer
+from spark_elastic.collective.shared_memory.segments import ARRIVED, CONSUMED, OwnSegment, Peer
 from tests.unit.torch.memory_order import RaceDetector, load, lock_calls, outcomes, store
 
-pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not segments.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 
 # --- the fence, as ARM's memory model sees it -----------------------------------------------------------------
@@ -32,8 +33,8 @@ def calls_of_the_fence(monkeypatch) -> list[str]:
             calls.append("release")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared_memory, "Lock", RecordingLock)
-        shared_memory.fence_by_lock()
+        patched.setattr(segments, "Lock", RecordingLock)
+        segments.fence_by_lock()
     return calls
 
 
@@ -74,7 +75,7 @@ def test_count_that_was_made_before_leaving_is_seen_by_whoever_sees_the_leaving(
 
 def test_fence_may_be_called_by_many_threads_and_leaves_nothing():
     for _ in range(1000):
-        shared_memory.fence_by_lock()
+        segments.fence_by_lock()
 
 
 # --- the reducers, with every access recorded -------------------------------------------------------------------
@@ -90,14 +91,14 @@ class RecordedCounters:
 
     def __getitem__(self, index: int) -> int:
         value = self.plain[index]
-        if index >= shared_memory.TABLE:
+        if index >= segments.TABLE:
             self._detector.read(self._member, ("table", self._owner, index), "reads")
         else:
             self._detector.count_loaded(self._member, self._owner, index, value)
         return value
 
     def __setitem__(self, index: int, value: int) -> None:
-        if index >= shared_memory.TABLE:
+        if index >= segments.TABLE:
             self._detector.written(self._member, ("table", self._owner, index), "writes")
         else:
             self._detector.count_stored(self._member, index, value)
@@ -110,8 +111,9 @@ class RecordedCounters:
 class RecordedReducer(SharedMemoryReducer):
     """Reports its accesses to chunks."""
 
-    def __init__(self, detector: RaceDetector, found: HostPeers) -> None:
-        super().__init__(found, 1, SpinWait(lambda: None, lambda begins: None))
+    def __init__(self, detector: RaceDetector, rank: int, own: OwnSegment, peers: list[Peer]) -> None:
+        owner = SimpleNamespace(round=1, rank=rank, check_alive=lambda: None, report_stall=lambda begins: None)
+        super().__init__(own, peers, owner)
         self.detector = detector
 
     def _view(self, segment, rank, offset, code, dtype):
@@ -143,22 +145,22 @@ def races(members: int, seed: int, monkeypatch, without: str = "") -> list[str]:
         if sys._getframe(1).f_code.co_name != without:
             detector.fence(turn)
 
-    for module in (shared_memory, shared_memory_reducer):
+    for module in (segments, reducer):
         monkeypatch.setattr(module, "fence", fence)
-    segments = [OwnSegment() for _ in range(members)]
-    for rank, own in enumerate(segments):
+    owned = [OwnSegment() for _ in range(members)]
+    for rank, own in enumerate(owned):
         own.identify(bytes([rank + 1] * 32))
-        own.begin(1)
+        own.reset(1)
         own.small._end = own.small._next  # few slots, each used many times
     reducers = []
-    for rank, own in enumerate(segments):
+    for rank, own in enumerate(owned):
         peers = [
-            Peer(r, os.getpid(), other.descriptor, bytes([r + 1] * 32)) for r, other in enumerate(segments) if r != rank
+            Peer(r, os.getpid(), other.descriptor, bytes([r + 1] * 32)) for r, other in enumerate(owned) if r != rank
         ]
         for peer in peers:
             peer.counters = RecordedCounters(peer.counters, detector, rank, peer.rank)
-        reducers.append(RecordedReducer(detector, HostPeers(own, rank, peers)))
-    for rank, own in enumerate(segments):
+        reducers.append(RecordedReducer(detector, rank, own, peers))
+    for rank, own in enumerate(owned):
         own.counters = RecordedCounters(own.counters, detector, rank, rank)
     steps, launched, flying = 60, [0] * members, [[] for _ in range(members)]
     try:
@@ -166,7 +168,7 @@ def races(members: int, seed: int, monkeypatch, without: str = "") -> list[str]:
             turn = chance.randrange(members)
             if launched[turn] < steps and len(flying[turn]) < 4 and chance.random() < 0.6:
                 tensor = torch.full((1000,), float(turn + launched[turn]))
-                flying[turn].append((reducers[turn].launch(tensor, ReduceOp.SUM), tensor, launched[turn]))
+                flying[turn].append((reducers[turn].allreduce(tensor, ReduceOp.SUM), tensor, launched[turn]))
                 launched[turn] += 1
             elif flying[turn]:
                 work, tensor, step = flying[turn][0]
@@ -176,7 +178,7 @@ def races(members: int, seed: int, monkeypatch, without: str = "") -> list[str]:
                     continue
                 assert tensor.unique().tolist() == [sum(step + rank for rank in range(members))]
                 del flying[turn][0]
-        assert all(own.counters.plain[CONSUMED] & 0xFFFF == steps for own in segments)
+        assert all(own.counters.plain[CONSUMED] & 0xFFFF == steps for own in owned)
     finally:
         for turn in range(members):
             reducers[turn].close()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.process import process
+from spark_elastic.collective.reduce import STALL_S
 from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
 from tests.unit.world_link import die, tell
@@ -209,7 +209,7 @@ def waits_in_another_order(folder, queues: str):
     that they are not compared yet, and rank 1 then begins to compare those of the world.
     """
     hvd.init()
-    rank, begin = hvd.rank(), Negotiation._begin
+    rank, begin = hvd.rank(), Negotiation._start
     hvd.allreduce(torch.ones(1), process_set=hvd.local_process_set)
 
     def begins(negotiation):
@@ -224,7 +224,7 @@ def waits_in_another_order(folder, queues: str):
         if rank == 0 and not is_world:
             (folder / "rank 0 has begun").touch()
 
-    Negotiation._begin = begins
+    Negotiation._start = begins
     both = (hvd.global_process_set, hvd.local_process_set)
     mine = torch.tensor([rank])
     if queues == "alike":

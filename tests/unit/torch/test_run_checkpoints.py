@@ -14,8 +14,9 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
+from spark_elastic.elastic.frontend import Entry
 from spark_elastic.elastic.handlers import TensorSpec
-from spark_elastic.elastic.loop import Entry, elastic_loop
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
 from spark_elastic.runs.checkpoints import Checkpoints

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices, shared_memory
+from spark_elastic.collective import reduce
 from spark_elastic.collective.process import process
+from spark_elastic.collective.shared_memory import peers, segments
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.integration.processes import wait_until
 from tests.leftovers import threads_settle
@@ -25,15 +26,15 @@ from tests.unit.worlds import WorldDriver
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
-COUNTS = (0, 1, 7, 4095, 70_001, shared_memory.LARGE_BYTES // 2 + 5)
+COUNTS = (0, 1, 7, 4095, 70_001, reduce.LARGE_CHUNK_BYTES // 2 + 5)
 TWICE_ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 OPERATORS = {hvd.Sum: torch.Tensor.sum, hvd.Min: torch.Tensor.amin, hvd.Max: torch.Tensor.amax}
 
-pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not segments.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 
 def shares_memory() -> bool:
-    return process.group()._shared is not None
+    return process.group().ways.shared_memory is not None
 
 
 def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -80,10 +81,10 @@ def test_products_nan_and_a_type_that_only_gloo_reduces():
 
 
 def in_any_order():
-    os.environ[devices.REDUCTION_SETTING] = "shared"
+    os.environ[reduce.REDUCTION_SETTING] = "shared"
     hvd.init()
     r, n = hvd.rank(), hvd.size()
-    first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * shared_memory.DEPTH)]
+    first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * segments.DEPTH)]
     large = hvd.allreduce_async(torch.full((6_000_000,), 1.0), op=hvd.Sum)
     over_gloo = hvd.allgather_async(torch.tensor([r]))
     other_set = hvd.allreduce_async(torch.full((9,), 2), op=hvd.Sum, process_set=hvd.local_process_set)
@@ -240,7 +241,7 @@ def chooses(value: str, breaks: str):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("spark_elastic.collective").addHandler(handler)
-    os.environ[devices.REDUCTION_SETTING] = value
+    os.environ[reduce.REDUCTION_SETTING] = value
     if breaks:
         _break(breaks)
     try:
@@ -270,7 +271,7 @@ def _break(what: str) -> None:
         process_key = link().derive_key
         link().derive_key = lambda purpose: process_key(purpose + "!")
     elif what == "setting":
-        os.environ[devices.REDUCTION_SETTING] = "gloo"
+        os.environ[reduce.REDUCTION_SETTING] = "gloo"
 
 
 @pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
@@ -293,13 +294,13 @@ def test_the_setting_selects_shared_memory_or_gloo():
 
 
 def test_an_invalid_reduction_setting_is_refused(monkeypatch):
-    monkeypatch.setenv(devices.REDUCTION_SETTING, "fast")
+    monkeypatch.setenv(reduce.REDUCTION_SETTING, "fast")
     with pytest.raises(InvalidSettingsError, match="auto, gloo or shared"):
-        devices.reduction_setting()
+        reduce.reduction_setting()
 
 
 def joins_unevenly():
-    os.environ[devices.REDUCTION_SETTING] = "shared"
+    os.environ[reduce.REDUCTION_SETTING] = "shared"
     hvd.init()
     sums = []
     for number in range(3 * hvd.rank()):
@@ -318,8 +319,8 @@ def test_joined_ranks_take_part_in_reductions(count, hosts):
 
 
 def loses_a_newcomer_that_the_others_try_to_open():
-    os.environ[devices.REDUCTION_SETTING] = "shared"
-    open_peers = shared_memory._open_peers
+    os.environ[reduce.REDUCTION_SETTING] = "shared"
+    open_peers = peers._open_peers
 
     def opened(key, rank, announced):
         if link().worker == 3:
@@ -329,7 +330,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
             wait_until(lambda: not os.path.lexists(path), 30.0, "the end of the newcomer")
         return open_peers(key, rank, announced)
 
-    shared_memory._open_peers = opened
+    peers._open_peers = opened
     hvd.init()
     state = hvd.elastic.ObjectState(worlds=[])
 
@@ -340,7 +341,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
         while len(state.worlds) < 2:  # the driver has announced the newcomer, and its end
             state.check_host_updates()
             hvd.allreduce(torch.ones(1))
-        return state.worlds, process.group()._shared is not None
+        return state.worlds, process.group().ways.shared_memory is not None
 
     return loop(state)
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices, shared_memory
 from spark_elastic.collective.process import process
+from spark_elastic.collective.reduce import REDUCTION_SETTING
+from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 
 
 def reduces_for(seconds: float):
     """Reduce known numbers for a while, in world after world; a sum that mixes rounds or steps cannot be right."""
-    os.environ[devices.REDUCTION_SETTING] = "shared"
+    os.environ[REDUCTION_SETTING] = "shared"
     hvd.init()
     end = time.time() + seconds  # everybody stops with the first
     state = hvd.elastic.ObjectState(step=0)
@@ -31,7 +32,10 @@ def reduces_for(seconds: float):
     def loop(state):
         world, group = process.assignment.world, process.group()
         on_one_host = world.size > 1 and len({member.place.host for member in world.members}) == 1
-        tell("round", (world.round, world.size, on_one_host == (group is not None and group._shared is not None)))
+        tell(
+            "round",
+            (world.round, world.size, on_one_host == (group is not None and group.ways.shared_memory is not None)),
+        )
         while True:
             chance = random.Random(state.step)
             base = (world.round * 1000 + state.step) % 4096

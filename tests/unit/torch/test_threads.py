@@ -36,7 +36,7 @@ def second_thread_calls(call):
     if hvd.rank() == 0:
         second.start()
     else:
-        link().kv_get(1, ["called"], 60.0)
+        link().kv_get(1, "called", 60.0)
     total = hvd.allgather(torch.ones(1)).tolist(), handle.wait().tolist()
     if hvd.rank() == 0:
         second.join()

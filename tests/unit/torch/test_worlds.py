@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import Position, Process, process
-from spark_elastic.elastic.loop import frontend
+from spark_elastic.elastic.frontend import frontend
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle
@@ -79,23 +80,29 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     """It comes after the last look at the round, and before the group begins to connect."""
 
     class CutWhileItIsMade:
-        def __init__(self, link, round, key, rank, addresses, hosts):
-            self.round, self.why = round, None
+        def __init__(self, link, round, name, rank, world_ranks):
+            self.round, self.why, self.size = round, None, len(world_ranks)
+            self.gloo, self.negotiation = self, self
             subject._on_cut(1, "too late?")
+
+        serve_begun = None
 
         def cut(self, why):
             self.why = why
 
-        def connect(self):
+        def connect(self, *_):
             assert self.why is not None, "the cut was missed"
 
+        def close(self):
+            pass
+
     subject = Process()
-    subject.link = object()
+    subject.link = SimpleNamespace(stall_timeout_s=1.0)
     subject.position = Position(rank=0, size=2)
     place = Place("a", "e1", 0)
     world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, None, True)
     subject.assignment = Assignment(world, 1, ("127.0.0.1", "127.0.0.1"))
-    monkeypatch.setattr("spark_elastic.collective.process.Group", CutWhileItIsMade)
+    monkeypatch.setattr("spark_elastic.collective.world.Group", CutWhileItIsMade)
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}
@@ -107,7 +114,7 @@ def connections_of_each_world(times: int):
     for number in range(times):
         frontend.rejoin(number + 1)
         hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
-        counts.append(len(process.group()._sockets.descriptors))
+        counts.append(len(process.group().gloo.sockets.descriptors))
     return counts
 
 

@@ -31,7 +31,7 @@ EXAMPLES = [
     wire.LoopResult(2, "", b"sealed"),
     wire.RunAgain(2, "rank 0 is gone"),
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
-    wire.KvValues(9, (0, 3), b"abc"),
+    wire.KvValue("key", b"abc"),
     wire.WorldAssigned(WORLD, ("10.0.0.1",)),
     wire.AgentWelcome(2.0, 30.0),
     wire.Pong(),

@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from spark_elastic.collective.reduce import GLOO, REDUCTION_SETTING
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import DEVICE_SETTING
 
 OLDEST_NCCL = (2, 26)
 OLDEST_TORCH_FOR_NCCL = (2, 7)
 """Older versions can hang when a communicator is aborted after a peer was lost, and the job could not continue."""
-
-REDUCTION_SETTING = "SPARK_ELASTIC_REDUCTION"
-AUTO, GLOO, SHARED = "auto", "gloo", "shared"
 
 _REMEDY = (
     "have Spark hand them out (spark.executor.resource.gpu.amount, spark.task.resource.gpu.amount, docs/gpus.md) and "
@@ -64,16 +62,6 @@ def device_info() -> DeviceInfo:
 def device_setting() -> str:
     """Return the device that the environment asks for, "auto" by default."""
     return os.environ.get(DEVICE_SETTING, "auto")
-
-
-def reduction_setting() -> str:
-    """Return the environment's way of reduction: "auto", "gloo" or "shared". Raise InvalidSettingsError for others."""
-    value = os.environ.get(REDUCTION_SETTING, AUTO)
-    if value not in (AUTO, GLOO, SHARED):
-        raise InvalidSettingsError(
-            f"{REDUCTION_SETTING}={value!r} is not a way of reduction; expected auto, gloo or shared"
-        )
-    return value
 
 
 def may_use_gpu(setting: str, seen: DeviceInfo) -> bool:
@@ -125,7 +113,7 @@ def _gpu_of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
 def choose_backend(members: Sequence[MemberDevice], wanted: str) -> Choice:
     """Choose how tensors on GPUs are reduced: "nccl", or "gloo", which goes through the hosts' memory.
 
-    All members make the same choice, from the same facts: their devices by rank, and the `reduction_setting`.
+    All members make the same choice, from the same facts: their devices by rank, and `reduce.reduction_setting`.
     """
     if wanted == GLOO:
         return Choice("gloo", f"{REDUCTION_SETTING}=gloo")

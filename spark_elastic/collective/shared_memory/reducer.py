@@ -10,25 +10,36 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from spark_elastic import clock
-from spark_elastic.collective.combining import DTYPES, OPERATORS, combine_function, combine_into, operator_name
-from spark_elastic.collective.gloo import Fill
-from spark_elastic.collective.joining import STALL_S
-from spark_elastic.collective.shared_memory import (
+from spark_elastic.collective.reduce import (
+    CHUNKS_BEFORE_READING,
+    SMALL_CHUNK_BYTES,
+    SPIN_S,
+    STALL_S,
+    Fill,
+    GroupContext,
+)
+from spark_elastic.collective.shared_memory.combining import (
+    DTYPES,
+    OPERATORS,
+    combinable,
+    combine_function,
+    combine_into,
+    operator_name,
+)
+from spark_elastic.collective.shared_memory.segments import (
     ARRIVED,
     CONSUMED,
     DEPTH,
     LEFT,
-    SMALL_BYTES,
     TABLE,
-    HostPeers,
     Mapping,
+    OwnSegment,
     Peer,
     SlotPool,
     fence,
@@ -81,22 +92,14 @@ def _described(code: int) -> str:
 
 # --- waiting for a peer -----------------------------------------------------------------------------
 
-SPIN_S = 100e-6
-"""About the cost of a sleep and its wake-up. A longer spin takes the core from a peer that needs it to compute."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
 
 
 class SpinWait:
-    """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it.
+    """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it."""
 
-    Args:
-        check: raises if the round is over.
-        report_stall: called with True when a wait takes longer than `STALL_S`, and with False when that wait ends.
-    """
-
-    def __init__(self, check: Callable[[], None], report_stall: Callable[[bool], None]) -> None:
-        self._check = check
-        self._report_stall = report_stall
+    def __init__(self, owner: GroupContext) -> None:
+        self._owner = owner
         self._asleep_on = 0
 
     def until(self, peer: Peer, counter: int, target: int) -> None:
@@ -129,7 +132,7 @@ class SpinWait:
         try:
             while (value := counters[counter]) < target:
                 self._asleep_on = address
-                self._check()
+                self._owner.check_alive()
                 if counters[LEFT]:
                     fence()  # it counted its last chunks before it left
                     if counters[counter] < target:
@@ -140,11 +143,11 @@ class SpinWait:
                 nap = min(2 * nap, _LONGEST_NAP_S)
                 if not stalled and clock.monotonic() >= stall_at:
                     stalled = True
-                    self._report_stall(True)
+                    self._owner.report_stall(True)
         finally:
             self._asleep_on = 0
             if stalled:
-                self._report_stall(False)
+                self._owner.report_stall(False)
 
     def interrupt(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""
@@ -154,33 +157,32 @@ class SpinWait:
 
 # --- reducing ---------------------------------------------------------------------------------------
 
-_WINDOW = 8
-"""The number of chunks to send before results that are ready are read: few enough to stay in the cache."""
 _MOST_VIEWS = 1024
 
 
 class SharedWork(NamedTuple):
     """A launched reduction; it is complete when all chunks before `end` have been read."""
 
-    reducer: SharedMemoryReducer
+    way: SharedMemoryReducer
     end: int
 
     def is_completed(self) -> bool:
-        return self.reducer.has_done(self.end)
+        return self.way.has_done(self.end)
 
 
 class SharedMemoryReducer:
-    """Reductions and broadcasts among the members of one host, who are all members of their group.
+    """Reductions and broadcasts among the members of a group, which are all on one host.
 
-    One thread uses it; `interrupt` may be called from another.
+    One thread uses it; `cut` may be called from another.
     """
 
-    def __init__(self, found: HostPeers, round: int, wait: SpinWait) -> None:
-        self._own = found.own
-        self._rank = found.rank
-        self._peers = found.peers
-        self._base = first_count(round)
-        self._spin_wait = wait
+    def __init__(self, own: OwnSegment, peers: list[Peer], owner: GroupContext) -> None:
+        self._owner = owner
+        self._own = own
+        self._rank = owner.rank
+        self._peers = peers
+        self._base = first_count(owner.round)
+        self._spin_wait = SpinWait(owner)
         self._closed = False
         self._launched = 0
         self._consumed = 0
@@ -190,15 +192,18 @@ class SharedMemoryReducer:
         """The slots in use: the number of the chunk, the pool of the slot, and its offset."""
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def launch(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
+    def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
+        return combinable(tensor, op)
+
+    def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
         """Send a contiguous tensor, or the values that `fill` writes; after `wait` the tensor holds the result.
 
         Blocks while there is no free slot.
         """
         return self._launch(tensor, op, 0, fill)
 
-    def launch_broadcast(self, tensor: torch.Tensor, root: int) -> SharedWork:
-        """Send the bytes of the root's tensor, shape (bytes,), to all members; see `launch`."""
+    def broadcast(self, tensor: torch.Tensor, root: int) -> SharedWork:
+        """Send the bytes of the root's tensor, shape (bytes,), to all members; see `allreduce`."""
         return self._launch(tensor, None, root, None if root == self._rank else _nothing)
 
     def _launch(self, tensor: torch.Tensor, op: Any, root: int, fill: Fill | None) -> SharedWork:
@@ -209,6 +214,7 @@ class SharedMemoryReducer:
         return SharedWork(self, self._launched)
 
     def wait(self, work: SharedWork) -> None:
+        self._owner.check_alive()
         while self._consumed < work.end:
             self._read_next()
 
@@ -219,7 +225,7 @@ class SharedMemoryReducer:
             self._read_next()
         return self._consumed >= end
 
-    def interrupt(self) -> None:
+    def cut(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""
         self._spin_wait.interrupt()
 
@@ -228,7 +234,6 @@ class SharedMemoryReducer:
         self._release()
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the descriptors; the parent stays in the round."""
         self._own.close()
         self._release()
 
@@ -244,7 +249,7 @@ class SharedMemoryReducer:
 
     def _send(self, out: torch.Tensor, start: int, op: Any, root: int, fill: Fill | None) -> None:
         code = chunk_code(out, op)
-        pool = self._own.small if _chunk_bytes(code) <= SMALL_BYTES else self._own.large
+        pool = self._own.small if _chunk_bytes(code) <= SMALL_CHUNK_BYTES else self._own.large
         offset = self._slot(pool)
         sent = self._view(self._own, -1, offset, code, out.dtype)
         if fill is None:
@@ -262,7 +267,7 @@ class SharedMemoryReducer:
         self._own.announce(ARRIVED, self._base + number + 1)
 
     def _slot(self, pool: SlotPool) -> int:
-        if len(self._pending) >= _WINDOW and self._next_is_ready():
+        if len(self._pending) >= CHUNKS_BEFORE_READING and self._next_is_ready():
             self._read_next()
         if not pool.free or len(self._sent) >= DEPTH:
             self._reclaim()

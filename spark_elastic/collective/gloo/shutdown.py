@@ -198,9 +198,7 @@ _left_behind: list[tuple[Any, list[dist.Work]]] = []
 
 def leave_behind(group: Any, stuck: list[dist.Work]) -> None:
     """Keep a process group alive until its stuck collectives have ended; see `free_ended_groups`."""
-    log.warning(
-        "Gloo does not let go of %d collectives of a world that is over; their threads stay for now", len(stuck)
-    )
+    log.warning("%d collectives of a world that is over have not ended; their threads stay until they do", len(stuck))
     _left_behind.append((group, stuck))
 
 
@@ -262,7 +260,7 @@ class Graveyard:
             self._destroyed += 1
             if self._destroyed >= _TRIM_EVERY:
                 self._destroyed = 0
-                # Groups allocate on many threads that end with them. What they free lies between small blocks that are
+                # Groups allocate on many threads that end with them. What they free is between small blocks that are
                 # still in use, and glibc keeps it: some 50 KB a world, several hundred MB after ten thousand worlds.
                 if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
                     libc.malloc_trim(0)

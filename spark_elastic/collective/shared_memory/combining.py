@@ -13,14 +13,14 @@ DTYPES = {
         (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
     )
 }
-"""The types that are combined here, with their numbers in `shared_memory_reducer.chunk_code`; Gloo reduces others."""
+"""The types that are combined here, with their numbers in `reducer.chunk_code`; Gloo reduces others."""
 OPERATORS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
     "SUM": (0, torch.add),
     "PRODUCT": (1, torch.mul),
     "MIN": (2, torch.minimum),
     "MAX": (3, torch.maximum),
 }
-"""The operators by Gloo's names: their numbers in `shared_memory_reducer.chunk_code`, and their functions."""
+"""The operators by Gloo's names: their numbers in `reducer.chunk_code`, and their functions."""
 
 
 def operator_name(op: Any) -> str:

@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share: segments, and the members of a group that are found through them.
+"""Memory that the processes of one host share: segments, the order of accesses to them, and sleeping on a counter.
 
 A segment is written by one process and read by the others on its host. It is anonymous (`memfd_create`): it has no name
 in any file system, no limit but memory, and is freed with the last process that maps it. Others open it through
@@ -14,39 +14,24 @@ Layout, in bytes::
 
 The counters carry the synchronisation: a member writes a chunk and its table entry, then a counter; a member that has
 read the counter reads the chunk. Processors other than x86-64 keep that order only with a `fence` on both sides.
-
-A process id and a descriptor's number do not identify a member: the same host address can belong to containers that
-cannot see each other's processes. So each member draws a nonce for each segment, writes the identity that belongs to it
-there, and checks the identities in the segments of the others. The segments are used only if every member has found all
-of them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import hmac
-import logging
 import mmap
 import os
 import platform
 import select
-import struct
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 
-from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
-from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.errors import UsageError
-from spark_elastic.wire.worker_link import WorkerLink
-
-log = logging.getLogger("spark_elastic.collective")
+from spark_elastic.collective.reduce import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES
 
 # --- memory order, and futex(2): sleep until another process changes a counter in shared memory -------
 
@@ -120,15 +105,13 @@ def futex_wake(address: int) -> None:
 NAME = "spark-elastic"
 DEPTH = 512
 """The number of chunks that may be in flight at a time."""
-SMALL_BYTES = 16 << 10
-LARGE_BYTES = 1 << 20
 
 _TABLE_AT = 4096
 _SMALL_AT = _TABLE_AT + 16 * DEPTH
 _SMALL_COUNT = 256
-_LARGE_AT = _SMALL_AT + _SMALL_COUNT * SMALL_BYTES
+_LARGE_AT = _SMALL_AT + _SMALL_COUNT * SMALL_CHUNK_BYTES
 _LARGE_COUNT = 64
-_SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_BYTES
+_SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_CHUNK_BYTES
 
 # indexes of the counters, of 8 bytes each
 ARRIVED = 64 // 8
@@ -138,6 +121,11 @@ CONSUMED = 128 // 8
 LEFT = 192 // 8
 """Not 0: this member has left the round and will send no more chunks."""
 TABLE = _TABLE_AT // 8
+
+
+def first_count(round: int) -> int:
+    """Return the number that all counts of a round begin with, so that a count of another round is recognised."""
+    return (round & 0xFFFFFF) << 40
 
 
 class Mapping:
@@ -171,11 +159,11 @@ class OwnSegment(Mapping):
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, _SIZE)
-            # allocate the pages before anybody writes to them: without memory for one, a store would be a SIGBUS
+            # allocate the pages before a process writes to them: without memory for one, a store would be a SIGBUS
             os.posix_fallocate(self.descriptor, 0, _SMALL_AT)
             super().__init__(self.descriptor, writable=True)
-            self.small = SlotPool(self.descriptor, _SMALL_AT, _SMALL_COUNT, SMALL_BYTES, step=16)
-            self.large = SlotPool(self.descriptor, _LARGE_AT, _LARGE_COUNT, LARGE_BYTES, step=1)
+            self.small = SlotPool(self.descriptor, _SMALL_AT, _SMALL_COUNT, SMALL_CHUNK_BYTES, step=16)
+            self.large = SlotPool(self.descriptor, _LARGE_AT, _LARGE_COUNT, LARGE_CHUNK_BYTES, step=1)
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -184,7 +172,7 @@ class OwnSegment(Mapping):
         """Write this member's identity."""
         self._map[: len(identity)] = identity
 
-    def begin(self, round: int) -> None:
+    def reset(self, round: int) -> None:
         """Set the counters to the first count of the round."""
         for counter in (ARRIVED, CONSUMED):
             self.counters[counter] = first_count(round)
@@ -281,138 +269,3 @@ class Peer(Mapping):
         if descriptor >= 0:
             os.close(descriptor)
         self.unmap()
-
-
-# --- finding the other members on this host --------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class HostPeers:
-    """This member's segment, and the other members on its host."""
-
-    own: OwnSegment
-    rank: int
-    """This member's rank."""
-    peers: list[Peer]
-
-    def close(self) -> None:
-        """Leave the round: members that wait for an answer of this one fail at once."""
-        for peer in self.peers:
-            peer.close()
-        self.own.leave()
-
-
-class _Announcement(NamedTuple):
-    """How the members on a host find a member's segment. `pid` is 0 if the member has none."""
-
-    pid: int
-    descriptor: int
-    nonce: bytes
-
-
-_ANNOUNCEMENT = struct.Struct("<QQ32s")
-_warned = False
-_LOSS_IS_KNOWN_S = 5.0
-"""The driver ends a round much sooner after a worker has died. Only an error that ends the job waits for so long."""
-
-
-def find_peers(group: GlooGroup, link: WorkerLink) -> HostPeers | None:
-    """Open the segments of the connected group's members, all on this host; return None if any of them cannot.
-
-    All members of the group call this together, and all of them get peers or all get None.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-        InvalidSettingsError: the setting for the way of reduction is not valid.
-        UsageError: the setting demands shared memory, which is impossible here.
-    """
-    key, setting = link.derive_key("shared memory"), reduction_setting()
-    own, why = _make_segment(setting)
-    found: HostPeers | None = None
-    try:
-        announced = group.exchange(_announce(own, key), serve=True)
-        if own is not None:
-            others = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announced]
-            own.begin(group.round)
-            try:
-                peers = _open_peers(key, group.rank, others)
-            except (OSError, ValueError) as error:
-                why = f"another worker's memory cannot be opened: {error}"
-            else:
-                found, own = HostPeers(own, group.rank, peers), None
-        if all(any(answer) for answer in group.exchange(bytes([found is not None]), serve=True)):
-            return found
-    except BaseException:
-        if found is not None:
-            found.close()
-        raise
-    finally:
-        if own is not None:
-            own.close()
-    if found is not None:
-        found.close()
-    why = why or "another worker cannot"
-    if setting == SHARED:
-        group.check_alive_for(_LOSS_IS_KNOWN_S)  # nor can the memory of a worker be opened that has just died
-        raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
-    if setting == AUTO:
-        _warn(why)
-    return None
-
-
-def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
-    """Return a new segment; or None, and the reason why there is none."""
-    if setting == GLOO:
-        return None, f"{REDUCTION_SETTING}=gloo"
-    if not FUTEX_AVAILABLE:
-        return None, f"it needs Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}"
-    try:
-        return OwnSegment(), ""
-    except (OSError, AttributeError, ValueError) as error:
-        return None, f"no memory to share could be made: {error}"
-
-
-def _announce(segment: OwnSegment | None, key: bytes) -> bytes:
-    """Write this member's identity into its segment, and return how the others find that."""
-    if segment is None:
-        return bytes(_ANNOUNCEMENT.size)
-    nonce = os.urandom(32)
-    segment.identify(_identity(key, nonce))
-    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, nonce)
-
-
-def first_count(round: int) -> int:
-    """Return the number that all counts of a round begin with, so that a count of another round is recognised."""
-    return (round & 0xFFFFFF) << 40
-
-
-def _identity(key: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, nonce, hashlib.sha256)
-
-
-def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
-    """Open the segments of the other members, as they have announced them, by rank; see `Peer`."""
-    peers: list[Peer] = []
-    try:
-        for number, other in enumerate(announced):
-            if not other.pid:
-                raise ValueError(f"rank {number} has none")
-            if number != rank:
-                peers.append(Peer(number, other.pid, other.descriptor, _identity(key, other.nonce)))
-    except BaseException:
-        for peer in peers:
-            peer.close()
-        raise
-    return peers
-
-
-def _warn(why: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        log.warning(
-            "workers on this host add up gradients through its network interface, not through memory: %s; run them as "
-            "one user who sees their processes (one container, or a shared process id namespace), or set %s=gloo",
-            why,
-            REDUCTION_SETTING,
-        )

@@ -1,0 +1,267 @@
+"""The Gloo process group of one round, which can be ended while its collectives run.
+
+It is not the default group of `torch.distributed`, so users may have groups of their own beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from spark_elastic import clock
+from spark_elastic.collective.gloo.rendezvous import CONNECT_TIMEOUT_S, AddressExchange
+from spark_elastic.collective.gloo.shutdown import (
+    GRACE_S,
+    GroupSockets,
+    InFlight,
+    free_ended_groups,
+    graveyard,
+    has_ended,
+    keep_for_ever,
+    leave_behind,
+    open_sockets,
+)
+from spark_elastic.collective.reduce import STALL_S, Fill, GroupContext
+from spark_elastic.errors import HorovodInternalError
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""The least value of Gloo's own timeout. The driver notices lost workers much earlier, and then ends the round."""
+_LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
+"""Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
+
+_STALL = timedelta(seconds=STALL_S)
+_SLICE = timedelta(seconds=0.1)
+
+_CONNECTION_WORDS = (
+    "connection",
+    "timed out",
+    "timeout",
+    "socket",
+    "broken pipe",
+    "reset by peer",
+    "closed",
+    "connect",
+    "network",
+    "pair.cc",
+    "unbound_buffer",
+)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
+
+    Gloo raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
+    """
+    text = str(error).lower()
+    return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
+
+
+class GlooCollectives:
+    """The collectives over Gloo. One thread uses it; `cut`, which ends them, may be called from any thread.
+
+    `owner` is the group, which reports the end of its round.
+    """
+
+    def __init__(self, owner: GroupContext) -> None:
+        self._owner = owner
+        self._over = threading.Event()
+        """Set once the members are connected, or the round has ended."""
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._cut_at = float("inf")
+        self._in_flight = InFlight()
+        self._failure: BaseException | None = None
+        self.sockets: GroupSockets | None = None
+        self.pg: ProcessGroupGloo | None = None
+
+    # --- beginning and end ------------------------------------------------------------------------
+
+    def connect(
+        self,
+        store: AddressExchange,
+        addresses: Sequence[str],
+        stall_timeout_s: float,
+        meanwhile: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        """Connect all members to one another; all of them call this.
+
+        Args:
+            store: the rendezvous.
+            addresses: those that the members bind to, by rank.
+            stall_timeout_s: the driver ends a round in which a collective takes longer.
+            meanwhile: a function to call with one that returns True once it must return.
+
+        Raises:
+            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
+            Exception: of `meanwhile`.
+        """
+        # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
+        # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
+        args = store, addresses, stall_timeout_s
+        threading.Thread(target=self._connect, args=args, name="spark-elastic-connect", daemon=True).start()
+        raised: Exception | None = None
+        try:
+            meanwhile(self._over.is_set)
+        except Exception as error:
+            raised = error
+        self._over.wait()
+        with self._lock:
+            self._abandoned = self._owner.why is not None or self._failure is not None
+        if self._abandoned:
+            give_up_device(addresses[self._owner.rank])
+            failure, self._failure = self._failure, None
+            why = self._owner.why or failure
+            raise HorovodInternalError(
+                f"the members of round {self._owner.round} could not be connected: {why}"
+            ) from failure
+        if raised is not None:
+            raise raised
+
+    def _connect(self, store: AddressExchange, addresses: Sequence[str], stall_timeout_s: float) -> None:
+        pg: ProcessGroupGloo | None = None
+        sockets: GroupSockets | None = None
+        failure: BaseException | None = None
+        try:
+            before = frozenset(open_sockets().values())
+            pg = ProcessGroupGloo(store, self._owner.rank, len(addresses), _options(addresses[self._owner.rank]))
+            sockets = GroupSockets(before, set(addresses), store.addresses)
+            timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s)  # so that the driver acts first
+            pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
+        except BaseException as error:  # raised in the thread that waits
+            failure = store.error or error
+        with self._lock:
+            if self._abandoned:
+                # No shutdown: this thread may come here late, and some of the sockets may be those of the next world,
+                # whose members may listen at the same ports. Gloo closes those of this group with the group.
+                if sockets is not None:
+                    sockets.close()
+            else:
+                self.pg, self.sockets, self._failure = pg, sockets, failure
+        self._over.set()
+
+    def cut(self) -> None:
+        """End it at once, from any thread; blocked collectives raise HorovodInternalError."""
+        self._over.set()
+        if self.sockets is not None:
+            self.sockets.shutdown()
+        self._cut_at = min(self._cut_at, clock.monotonic())
+
+    def close(self) -> None:
+        """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
+        with self._lock:
+            self._abandoned = True  # a thread that still connects frees what it has made
+            pg, self.pg = self.pg, None
+            sockets, self.sockets = self.sockets, None
+        if sockets is not None:
+            sockets.shutdown()
+        stuck = self._in_flight.stuck()
+        self._in_flight = InFlight()
+        if stuck:
+            leave_behind(pg, stuck)
+        elif pg is not None:
+            graveyard.bury(pg)
+        free_ended_groups()
+        if sockets is not None:
+            sockets.close()
+
+    def close_in_child(self) -> None:
+        keep_for_ever(self.pg)
+        if self.sockets is not None:
+            self.sockets.close_in_child()
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
+        return True
+
+    def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> dist.Work:
+        if fill is not None:
+            fill(tensor, 0)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.launch("allreduce", [tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.launch("broadcast", [tensor], options)
+
+    def launch(self, name: str, *args: Any) -> dist.Work:
+        """Launch a collective by its name in torch; return the work."""
+        self._owner.check_alive()
+        try:
+            work: dist.Work = getattr(self.pg, name)(*args)
+        except Exception as error:
+            raise self._translate(error) from error
+        self._in_flight.add(work)
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
+        try:
+            if not has_ended(work, _STALL):
+                self._wait_on(work)
+        except Exception as error:
+            raise self._translate(error) from error
+        finally:
+            self._in_flight.discard(work)
+
+    def _wait_on(self, work: dist.Work) -> None:
+        self._owner.report_stall(True)
+        try:
+            while not has_ended(work, _SLICE):
+                if clock.monotonic() - self._cut_at > GRACE_S:  # see `shutdown`
+                    self._owner.check_alive()
+        finally:
+            self._owner.report_stall(False)
+
+    def _translate(self, error: Exception) -> Exception:
+        """Return the exception to raise for an error of a collective."""
+        if isinstance(error, HorovodInternalError):
+            return error
+        try:
+            self._owner.check_alive()
+        except HorovodInternalError as over:
+            return over
+        if isinstance(error, RuntimeError) and is_connection_error(error):
+            return HorovodInternalError(f"a collective failed: {error}")
+        return error
+
+
+_devices: dict[str, Any] = {}
+"""Gloo's devices by the address that they listen at. Each has a listener, and a thread for all its connections."""
+
+
+def _options(address: str) -> Any:
+    """Return the options of a group that listens at that address, on this process's device there."""
+    if address not in _devices:
+        _devices[address] = ProcessGroupGloo.create_device(hostname=address)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [_devices[address]]
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._threads = 2
+    return options
+
+
+def give_up_device(address: str) -> None:
+    """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
+    device = _devices.pop(address, None)
+    if device is not None:
+        graveyard.bury(device)
+
+
+def _keep_devices_in_child() -> None:
+    # destructors would wait for threads that a child does not have
+    for thing in (*graveyard.forget_in_child(), *_devices.values()):
+        keep_for_ever(thing)
+    _devices.clear()
+
+
+os.register_at_fork(after_in_child=_keep_devices_in_child)

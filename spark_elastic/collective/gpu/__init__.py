@@ -1,0 +1,1 @@
+"""The devices of a world: `devices` chooses a worker's, `nccl` reduces tensors that are on GPUs."""

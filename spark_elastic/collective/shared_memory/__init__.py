@@ -1,0 +1,5 @@
+"""Reductions among the processes of one host, through memory that they share.
+
+Start with `reducer`; `segments` has the memory, its order and the counters, `peers` finds the other members,
+`combining` has the arithmetic.
+"""

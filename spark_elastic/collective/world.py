@@ -1,0 +1,129 @@
+"""Connect the members of a world: `connect` is the one place where a group is made."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from spark_elastic import clock
+from spark_elastic.collective.gloo.rendezvous import AddressExchange, LinkStore
+from spark_elastic.collective.gpu import devices
+from spark_elastic.collective.gpu.nccl import NcclReductions
+from spark_elastic.collective.group import Group
+from spark_elastic.collective.joining import FOREVER_S
+from spark_elastic.collective.one_thread import in_one_thread
+from spark_elastic.collective.shared_memory.peers import find_peers
+from spark_elastic.collective.shared_memory.reducer import SharedMemoryReducer
+from spark_elastic.errors import HorovodInternalError
+from spark_elastic.membership.topology import Member
+from spark_elastic.wire.worker_link import Assignment, WorkerLink
+
+log = logging.getLogger("spark_elastic.collective")
+
+
+@in_one_thread
+def connect(
+    assignment: Assignment,
+    link: WorkerLink,
+    members: Sequence[Member],
+    name: str = "global",
+    note: str = "",
+    made: Callable[[Group], None] = lambda group: None,
+) -> Group:
+    """Connect the members of a world, or some of them, and return their group; all of them call this.
+
+    The members exchange their addresses through the driver, and Gloo connects each to all others. Those on one host
+    then open one another's memory. NCCL is connected at the first tensor on a GPU.
+
+    Process groups that can be reconfigured in place (`reconfigure` in torch's c10d, after 2.13) would replace this
+    function: the group of the last world would be given the new members instead of a new group being made.
+
+    Args:
+        assignment: the world.
+        link: the link to the driver.
+        members: those to connect, this process among them, by rank in the group.
+        name: identifies the group among those of the round, and no earlier one.
+        note: a text for the other members; see `Group.notes`.
+        made: a function to call with the group before it is connected, so that a cut of the round reaches it.
+
+    Raises:
+        HorovodInternalError: they did not connect in time, or the driver has ended the round.
+        UsageError: the environment demands shared memory, which is impossible here.
+        Exception: of a comparison that was begun for another group, and was completed meanwhile.
+    """
+    world, ranks = assignment.world, [member.rank for member in members]
+    rank = [member.worker for member in members].index(assignment.worker)
+    group = Group(link, world.round, name, rank, ranks)
+    kind = "gpu" if devices.may_use_gpu(devices.device_setting(), devices.device_info()) else "cpu"
+    store = AddressExchange(link, world.round, name, rank, group.size, kind, note)
+    addresses = [assignment.addresses[member] for member in ranks]
+    try:
+        made(group)
+        if not name.startswith("global"):
+            _wait_for_all(link, group)
+        group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve_begun)
+        group.notes = store.notes
+        if len(set(store.kinds)) > 1:
+            log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
+            return group
+        if kind == "gpu":
+            group.ways.nccl = NcclReductions(group, lambda: LinkStore(link, world.round, f"nccl/{name}/"))
+        if len({member.place.host for member in members}) == 1:
+            found = find_peers(group, link.derive_key("shared memory"))
+            if found is not None:
+                group.ways.shared_memory = SharedMemoryReducer(*found, group)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def members_of(name: str, assignment: Assignment) -> list[Member]:
+    """Return the members of the group "global", "local" or "cross" that this process is in, by rank."""
+    members = assignment.world.members
+    me = assignment.world.member(assignment.worker)
+    if name == "local":
+        return [member for member in members if member.place.host == me.place.host]
+    if name == "cross":
+        return [member for member in members if member.local_rank == me.local_rank]
+    return list(members)
+
+
+def _wait_for_all(link: WorkerLink, group: Group) -> None:
+    """Wait until all members have reached their first use of a set; some may do other work for a long time first.
+
+    Meanwhile the queues of other groups are compared: a member may come here only once those are done.
+
+    Raises:
+        HorovodInternalError: the round is over; with a remedy, if that may be because ranks wait at different sets.
+    """
+    all_are_here: Future[None] = Future()
+    start = clock.monotonic()
+
+    def wait() -> None:
+        try:
+            link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+        except BaseException as error:
+            all_are_here.set_exception(error)
+        else:
+            all_are_here.set_result(None)
+
+    link.blocked(True)
+    try:
+        threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
+        group.negotiation.serve_until(all_are_here.done)
+        all_are_here.result()
+    except HorovodInternalError as error:
+        waited_s = clock.monotonic() - start
+        if waited_s < link.stall_timeout_s:
+            raise
+        raise HorovodInternalError(
+            f"{error}. This rank has waited for {waited_s:.0f} s at its first use of the process set of ranks "
+            f"{list(group.world_ranks)} for the others of them, which may wait at their first use of another set. All "
+            "ranks have to use their sets for the first time in one order, also with asynchronous collectives: call "
+            "hvd.barrier(process_set=...) for each set, in the order in which they were added"
+        ) from error
+    finally:
+        link.blocked(False)
