@@ -17,11 +17,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from spark_elastic import errors
-from spark_elastic.membership import commands, events
 from spark_elastic.membership.states import PHASES, WORKERS, Table
 from spark_elastic.wire import messages
 
@@ -48,11 +46,6 @@ def states(table: Table[Any]) -> str:
     return "\n".join(["| state | meaning |", "|---|---|", *rows, ""])
 
 
-def transitions(table: Table[Any]) -> str:
-    rows = [f"| {before.name} | {after.name} | {why} |" for (before, after), why in table.transitions.items()]
-    return "\n".join(["| from | to | when |", "|---|---|---|", *rows, ""])
-
-
 def message_tables() -> str:
     """Every message with its fields, under the direction that the source gives it."""
     source = inspect.getsource(messages)
@@ -74,12 +67,6 @@ def message_tables() -> str:
 def _row(node: ast.ClassDef) -> str:
     fields = ", ".join(ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign))
     return f"| `{node.name}` | {fields} | {_first_paragraph(ast.get_docstring(node) or '')} |"
-
-
-def dataclass_table(module: ModuleType, name: str) -> str:
-    classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
-    rows = [_row(node) for node in classes if node.bases]  # without the base of all
-    return "\n".join([f"| {name} | fields | |", "|---|---|---|", *rows, ""])
 
 
 def _first_paragraph(text: str) -> str:
@@ -206,23 +193,37 @@ def results() -> str:
 
 
 def storms() -> str:
-    """Return what `tests/storms/chaos.py` found: a row for each storm, and the faults with how often each was done."""
-    rows, counts = [], Counter[str]()
+    """Return what `tests/storms/chaos.py` found: a row for each site and loop, and how often each fault was done."""
+    by_loop: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    counts = Counter[str]()
     for path in sorted(STORMS.glob("chaos-*.json")):
-        document = json.loads(path.read_text())
-        for each in document["raw"]["storms"]:
+        for each in json.loads(path.read_text())["raw"]["storms"]:
             counts.update(fault["kind"] for fault in each["faults"])
-            wrong = len(each["lost_steps"]) + len(each["problems"])
-            cells = [each["on"], each["loop"], each["seed"], len(each["faults"]), each["worlds"], f"{each['steps']:,}"]
-            live = f"{each['live_goodput']:.1%}" if "live_goodput" in each else "–"
-            cells += [each["repeated_steps"], wrong, f"{each['goodput']:.0%}", live, f"{each['worst_stall_s']:.1f} s"]
-            rows.append(f"| {' | '.join(map(str, cells))} | {document['machine']['load_average_1min']:.1f} |")
-    heads = ["site", "loop", "seed", "faults", "worlds", "steps", "steps done again", "problems", "goodput"]
-    heads += ["goodput of live workers", "longest time without a step", "load"]
-    faults = [f"| {kind.about} | {counts[name]} |" for name, kind in chaos_faults().items() if counts[name]]
-    total = f"In all {sum(counts.values()):,} faults:"
+            by_loop.setdefault((each["on"], each["loop"]), []).append(each)
+    rows = [f"| {on} | {loop} | {' | '.join(_storm_cells(found))} |" for (on, loop), found in sorted(by_loop.items())]
+    heads = ["site", "loop", "storms", "faults", "worlds", "steps", "steps done again", "problems"]
+    heads += ["goodput of live workers", "longest time without a step"]
+    faults = [f"- {kind.about}: {counts[name]}" for name, kind in chaos_faults().items() if counts[name]]
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
-    return "\n".join([*table, "", total, "", "| fault | how often |", "|---|---|", *faults, ""])
+    return "\n".join([*table, "", f"In all {sum(counts.values()):,} faults:", "", *faults, ""])
+
+
+def _storm_cells(found: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of a row: counts summed over the storms, the range of goodput, the worst stall."""
+    counts = [len(found), sum(len(each["faults"]) for each in found), sum(each["worlds"] for each in found)]
+    counts += [sum(each["steps"] for each in found), sum(each["repeated_steps"] for each in found)]
+    counts += [sum(len(each["lost_steps"]) + len(each["problems"]) for each in found)]
+    live = sorted({f"{each['live_goodput']:.0%}" for each in found if "live_goodput" in each}, key=_percentage)
+    stall = max(each["worst_stall_s"] for each in found)
+    return [
+        *(f"{count:,}" for count in counts),
+        " to ".join(dict.fromkeys(live[:1] + live[-1:])) or "–",
+        f"{stall:.1f} s",
+    ]
+
+
+def _percentage(text: str) -> float:
+    return float(text.rstrip("%"))
 
 
 def chaos_faults() -> dict[str, Any]:
@@ -235,20 +236,21 @@ def chaos_faults() -> dict[str, Any]:
 
 
 def hostile() -> str:
-    """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
+    """Return the medians of `tests/storms/fuzz.py`, `fuzz_guided.py` and others: a row for each file."""
     rows = []
     names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes", "checkpoint-kills-own")
-    for name in (f"{each}.json" for each in names):
-        path = STORMS / name
+    for path in (STORMS / f"{name}.json" for name in names):
         if path.exists():
             document = json.loads(path.read_text())
-            when, load = document["machine"]["when"][:10], document["machine"]["load_average_1min"]
-            rows += [
-                f"| `{name}`, {when}, load {load} | {_cell(s['name'])} | {_number(s['p50'])} {s['unit']} "
-                f"| {_number(s['max'])} {s['unit']} |"
-                for s in document["series"]
-            ]
-    return "\n".join(["| run | what | median | largest |", "|---|---|---|---|", *rows, ""])
+            found = [_hostile_figure(each) for each in document["series"] if "growth of memory" not in each["name"]]
+            rows.append(f"| `{path.name}`, {document['machine']['when'][:10]} | {'; '.join(found)} |")
+    return "\n".join(["| run | medians |", "|---|---|", *rows, ""])
+
+
+def _hostile_figure(series: dict[str, Any]) -> str:
+    """Return "name: median unit", with the unit once if the name ends with it."""
+    unit = "" if series["name"].split()[-1] == series["unit"] else f" {series['unit']}"
+    return _cell(f"{series['name']}: {_number(series['p50'])}{unit}".rstrip())
 
 
 def control_plane() -> str:
@@ -360,13 +362,9 @@ _OUTCOMES = {"passed": "yes", "failed": "**no**"}
 PARTS: dict[str, Callable[[], str]] = {
     "phase_diagram": lambda: diagram(PHASES),
     "phase_states": lambda: states(PHASES),
-    "phase_transitions": lambda: transitions(PHASES),
     "worker_diagram": lambda: diagram(WORKERS),
     "worker_states": lambda: states(WORKERS),
-    "worker_transitions": lambda: transitions(WORKERS),
     "messages": message_tables,
-    "events": lambda: dataclass_table(events, "event"),
-    "commands": lambda: dataclass_table(commands, "command"),
     "error_tree": error_tree,
     "run_settings": run_settings,
     "common_settings": common_settings,
