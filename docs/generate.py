@@ -182,14 +182,13 @@ CAPTIONS = {
 
 
 def results() -> str:
-    """Return a row for each file in `benchmarks/results`, with the machine's load when it was measured."""
+    """Return a row for each file in `benchmarks/results`."""
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text())
-        machine = document["machine"] if "series" in document else {}
-        when, load = machine.get("when", "")[:10], machine.get("load_average_1min", document.get("load", [""])[0])
-        rows.append(f"| `{path.name}` | {CAPTIONS[path.name]} | {when} | {load} |")
-    return "\n".join(["| file | what | when | load |", "|---|---|---|---|", *rows, ""])
+        when = document["machine"].get("when", "")[:10] if "series" in document else ""
+        rows.append(f"| `{path.name}` | {CAPTIONS[path.name]} | {when} |")
+    return "\n".join(["| file | what | when |", "|---|---|---|", *rows, ""])
 
 
 def storms() -> str:
@@ -281,17 +280,13 @@ def control_plane() -> str:
     if (DOCS / "images" / "control_plane.png").exists():
         parts += ["![The same on logarithmic axes, by the number of workers](images/control_plane.png)", ""]
     events = raw.get("machine") or {}
-    if events:
-        sizes = list(events)
-        parts += ["The membership machine alone, the mean of one event:", ""]
-        parts += [
-            f"| event | {' | '.join(f'{int(size):,} workers' for size in sizes)} |",
-            f"|{'---|' * (1 + len(sizes))}",
-        ]
-        for what in events[sizes[0]]:
-            parts.append(f"| {what} | {' | '.join(f'{_number(events[size][what])} us' for size in sizes)} |")
-        parts.append("")
-    return "\n".join(parts)
+    for size, costs in events.items():
+        what, most = max(costs.items(), key=lambda cost: cost[1])
+        heartbeat = f"a worker's heartbeat {_number(costs['a heartbeat of a worker'])} us"
+        parts.append(
+            f"The membership machine alone, {int(size):,} workers: {heartbeat}; at most {_number(most)} us ({what})."
+        )
+    return "\n".join([*parts, ""])
 
 
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
