@@ -331,7 +331,7 @@ def versions() -> str:
         return "No row has been recorded.\n"
     document = json.loads(path.read_text())
     checks, rows = document["checks"], document["rows"]
-    heads = ["row", "Python", "pyspark", "torch", "Keras, TensorFlow", "pandas", "pyarrow", "numpy", *checks]
+    heads = ["row", "Python", "pyspark", "torch", "Keras, TensorFlow", "pandas", "pyarrow", "numpy", "passed"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     notes = []
     for name, row in rows.items():
@@ -339,20 +339,25 @@ def versions() -> str:
         keras = ", ".join(found[what] for what in ("keras", "tensorflow-cpu") if what in found)
         cells = [name, row["python"], *(found.get(what, "–") for what in ("pyspark", "torch")), keras or "–"]
         cells += [found.get(what, "–") for what in ("pandas", "pyarrow", "numpy")]
-        outcomes = row["checks"]
-        cells += [_OUTCOMES.get(outcomes.get(check, ""), "–") for check in checks]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, _passed(row['checks'], checks)])} |")
         missing: dict[str, list[str]] = {}
-        for check, outcome in outcomes.items():
-            if outcome not in _OUTCOMES:
+        for check, outcome in row["checks"].items():
+            if outcome not in ("passed", "failed"):
                 missing.setdefault(outcome, []).append(check)
-        told = [f"{', '.join(left_out)} not run: {why}" for why, left_out in missing.items()]
-        notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *told])}.")
+        skipped = [f"{', '.join(left_out)} not run: {why}" for why, left_out in missing.items()]
+        notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *skipped])}.")
     explained = [f"| {name} | {about} |" for name, about in checks.items()]
     return "\n".join([*lines, "", *notes, "", "| check | what it shows |", "|---|---|", *explained, ""])
 
 
-_OUTCOMES = {"passed": "yes", "failed": "**no**"}
+def _passed(outcomes: dict[str, str], checks: dict[str, str]) -> str:
+    """Return which of the checks passed, and those that failed."""
+    others = [check for check in checks if outcomes.get(check) != "passed"]
+    passed = [check for check in checks if check not in others]
+    named = f"all but {', '.join(others)}" if len(others) < len(passed) else ", ".join(passed)
+    failed = "".join(f"; **{check} failed**" for check in others if outcomes.get(check) == "failed")
+    return (named if others else "all") + failed
+
 
 PARTS: dict[str, Callable[[], str]] = {
     "phase_diagram": lambda: diagram(PHASES),
