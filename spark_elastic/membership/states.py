@@ -95,7 +95,7 @@ PHASES: Table[Phase] = Table(
         _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
         "because worlds broke in a row with no worker lost",
         _P.FINISHED: "every remaining member is done",
-        _P.FAILED: "the job cannot go on",
+        _P.FAILED: "the job cannot continue",
     },
     {
         (_P.CREATED, _P.STARTING): "the job starts",

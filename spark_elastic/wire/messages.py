@@ -366,7 +366,7 @@ class HostsUpdated(Message):
 
 @dataclass(frozen=True)
 class Cut(Message):
-    """The driver ends the round, because a member is lost or the world cannot go on: interrupt its collectives."""
+    """The driver ends the round, because a member is lost or the world cannot continue: interrupt its collectives."""
 
     round: int
     why: str
