@@ -153,44 +153,6 @@ def _cell(text: str) -> str:
 # --- benchmarks.md ----------------------------------------------------------------------------------------------------
 
 
-CAPTIONS = {
-    "allreduce.json": "one reduction by size, against Gloo",
-    "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
-    "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
-    "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
-    "data_read_peer_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
-    "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
-    "fit_kept.json": "a whole fit with keep_workers, and a second fit on the same rows",
-    "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
-    "peers.json": "elastic training compared with its peers, the same small model in two workers",
-    "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
-    "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
-    "recovery-link-namespaces.json": "the link of a host (a network namespace) is taken down, heartbeat_timeout 2 s",
-    "recovery-stop-processes.json": "SIGSTOP of a worker, heartbeat_timeout 2 s",
-    "recovery-worker-processes.json": "SIGKILL of a worker",
-    "recovery-worker-processes-4-32-on-8-hosts.json": "SIGKILL of a worker, 8 hosts (loopback), busy machine",
-    "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
-    "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
-    "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
-    "start-local-cluster-kept.json": "from the call to the first step, with keep_workers, local-cluster",
-    "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
-    "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
-    "step_time.json": "a step, against DistributedDataParallel",
-    "transform.json": "rows a second of a fitted model, 1 M rows",
-    "workloads.json": "from a DataFrame to a model: rows a second and core, beside the same model on tensors in memory",
-}
-
-
-def results() -> str:
-    """Return a row for each file in `benchmarks/results`."""
-    rows = []
-    for path in sorted(RESULTS.glob("*.json")):
-        document = json.loads(path.read_text())
-        when = document["machine"].get("when", "")[:10] if "series" in document else ""
-        rows.append(f"| `{path.name}` | {CAPTIONS[path.name]} | {when} |")
-    return "\n".join(["| file | what | when |", "|---|---|---|", *rows, ""])
-
-
 def storms() -> str:
     """Return what `tests/storms/chaos.py` found: a row for each site and loop, and how often each fault was done."""
     by_loop: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -344,7 +306,9 @@ def versions() -> str:
         for check, outcome in row["checks"].items():
             if outcome not in ("passed", "failed"):
                 missing.setdefault(outcome, []).append(check)
-        skipped = [f"{', '.join(left_out)} not run: {why}" for why, left_out in missing.items()]
+        skipped = [
+            f"{left_out[0] if len(left_out) == 1 else 'others'} not run: {why}" for why, left_out in missing.items()
+        ]
         notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *skipped])}.")
     explained = [f"| {name} | {about} |" for name, about in checks.items()]
     return "\n".join([*lines, "", *notes, "", "| check | what it shows |", "|---|---|", *explained, ""])
@@ -370,7 +334,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "common_settings": common_settings,
     "torch_settings": torch_settings,
     "keras_settings": keras_settings,
-    "results": results,
     "storms": storms,
     "hostile": hostile,
     "compared": compared,
