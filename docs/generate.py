@@ -164,9 +164,9 @@ def storms() -> str:
     rows = [f"| {on} | {loop} | {' | '.join(_storm_cells(found))} |" for (on, loop), found in sorted(by_loop.items())]
     heads = ["site", "loop", "storms", "faults", "worlds", "steps", "steps done again", "problems"]
     heads += ["goodput of live workers", "longest time without a step"]
-    faults = [f"- {kind.about}: {counts[name]}" for name, kind in chaos_faults().items() if counts[name]]
+    faults = [f"{name} {counts[name]}" for name in chaos_faults() if counts[name]]
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
-    return "\n".join([*table, "", f"In all {sum(counts.values()):,} faults:", "", *faults, ""])
+    return "\n".join([*table, "", f"In all {sum(counts.values()):,} faults: {', '.join(faults)}.", ""])
 
 
 def _storm_cells(found: list[dict[str, Any]]) -> list[str]:
@@ -236,9 +236,8 @@ def control_plane() -> str:
     ]
     heads += ["bytes sent", "memory of the driver", "CPU while nothing happens"]
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
-    grows = ", ".join(f"{name} N^{value:.2f}" for name, value in raw["exponents"].items())
     when = f"{machine['when'][:10]}, {machine['cores']} cores, load {machine['load_average_1min']}"
-    parts = [*table, "", f"Medians ({when}).{f' With N workers, from 30 on: {grows}.' if grows else ''}", ""]
+    parts = [*table, "", f"Medians ({when}).", ""]
     if (DOCS / "images" / "control_plane.png").exists():
         parts += ["![The same on logarithmic axes, by the number of workers](images/control_plane.png)", ""]
     events = raw.get("machine") or {}
@@ -309,7 +308,8 @@ def versions() -> str:
         skipped = [
             f"{left_out[0] if len(left_out) == 1 else 'others'} not run: {why}" for why, left_out in missing.items()
         ]
-        notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *skipped])}.")
+        if row["remarks"] or skipped or row["about"] != f"Spark {found.get('pyspark', '')[:3]}":
+            notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *skipped])}.")
     explained = [f"| {name} | {about} |" for name, about in checks.items()]
     return "\n".join([*lines, "", *notes, "", "| check | what it shows |", "|---|---|", *explained, ""])
 
