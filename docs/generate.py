@@ -197,13 +197,13 @@ def chaos_faults() -> dict[str, Any]:
 
 
 def hostile() -> str:
-    """Return the medians of `tests/storms/fuzz.py`, `fuzz_guided.py` and others: a row for each file."""
+    """Return the medians of `tests/storms/fuzz.py` and `checkpoint_kills.py`: a row for each file."""
     rows = []
-    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes", "checkpoint-kills-own")
+    names = ("fuzz", "fuzz-documents", "checkpoint-kills-own")
     for path in (STORMS / f"{name}.json" for name in names):
         if path.exists():
             document = json.loads(path.read_text())
-            found = [_hostile_figure(each) for each in document["series"] if "growth of memory" not in each["name"]]
+            found = [_hostile_figure(each) for each in document["series"]]
             rows.append(f"| `{path.name}`, {document['machine']['when'][:10]} | {'; '.join(found)} |")
     return "\n".join(["| run | medians |", "|---|---|", *rows, ""])
 
