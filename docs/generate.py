@@ -17,11 +17,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from spark_elastic import errors
-from spark_elastic.membership import commands, events
 from spark_elastic.membership.states import PHASES, WORKERS, Table
 from spark_elastic.wire import messages
 
@@ -48,11 +46,6 @@ def states(table: Table[Any]) -> str:
     return "\n".join(["| state | meaning |", "|---|---|", *rows, ""])
 
 
-def transitions(table: Table[Any]) -> str:
-    rows = [f"| {before.name} | {after.name} | {why} |" for (before, after), why in table.transitions.items()]
-    return "\n".join(["| from | to | when |", "|---|---|---|", *rows, ""])
-
-
 def message_tables() -> str:
     """Every message with its fields, under the direction that the source gives it."""
     source = inspect.getsource(messages)
@@ -74,12 +67,6 @@ def message_tables() -> str:
 def _row(node: ast.ClassDef) -> str:
     fields = ", ".join(ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign))
     return f"| `{node.name}` | {fields} | {_first_paragraph(ast.get_docstring(node) or '')} |"
-
-
-def dataclass_table(module: ModuleType, name: str) -> str:
-    classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
-    rows = [_row(node) for node in classes if node.bases]  # without the base of all
-    return "\n".join([f"| {name} | fields | |", "|---|---|---|", *rows, ""])
 
 
 def _first_paragraph(text: str) -> str:
@@ -166,63 +153,38 @@ def _cell(text: str) -> str:
 # --- benchmarks.md ----------------------------------------------------------------------------------------------------
 
 
-CAPTIONS = {
-    "allreduce.json": "one reduction by size, against Gloo",
-    "control-plane.json": "the driver with 10 to 3,000 simulated workers on real connections",
-    "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
-    "data_read.json": "shuffled batches of 1,024 from packed records, one group gathered ahead",
-    "data_read_peer_resident.json": "shuffled batches of 1,024 from the page cache, two groups gathered ahead",
-    "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
-    "fit_kept.json": "a whole fit with keep_workers, and a second fit on the same rows",
-    "large-join.json": "the others' pause when a worker joins, by the size of parameters and optimizer state",
-    "peers.json": "elastic training compared with its peers, the same small model in two workers",
-    "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
-    "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
-    "recovery-link-namespaces.json": "the link of a host (a network namespace) is taken down, heartbeat_timeout 2 s",
-    "recovery-stop-processes.json": "SIGSTOP of a worker, heartbeat_timeout 2 s",
-    "recovery-worker-processes.json": "SIGKILL of a worker",
-    "recovery-worker-processes-4-32-on-8-hosts.json": "SIGKILL of a worker, 8 hosts (loopback), busy machine",
-    "recovery-worker-processes-4-8-12-16.json": "SIGKILL of one of 4, 8, 12 or 16 workers that share two cores",
-    "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
-    "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
-    "start-local-cluster-kept.json": "from the call to the first step, with keep_workers, local-cluster",
-    "start-standalone-kept.json": "from the call to the first step, with keep_workers, standalone cluster",
-    "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
-    "step_time.json": "a step, against DistributedDataParallel",
-    "transform.json": "rows a second of a fitted model, 1 M rows",
-    "workloads.json": "from a DataFrame to a model: rows a second and core, beside the same model on tensors in memory",
-}
-
-
-def results() -> str:
-    """Return a row for each file in `benchmarks/results`, with the machine's load when it was measured."""
-    rows = []
-    for path in sorted(RESULTS.glob("*.json")):
-        document = json.loads(path.read_text())
-        machine = document["machine"] if "series" in document else {}
-        when, load = machine.get("when", "")[:10], machine.get("load_average_1min", document.get("load", [""])[0])
-        rows.append(f"| `{path.name}` | {CAPTIONS[path.name]} | {when} | {load} |")
-    return "\n".join(["| file | what | when | load |", "|---|---|---|---|", *rows, ""])
-
-
 def storms() -> str:
-    """Return what `tests/storms/chaos.py` found: a row for each storm, and the faults with how often each was done."""
-    rows, counts = [], Counter[str]()
+    """Return what `tests/storms/chaos.py` found: a row for each site and loop, and how often each fault was done."""
+    by_loop: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    counts = Counter[str]()
     for path in sorted(STORMS.glob("chaos-*.json")):
-        document = json.loads(path.read_text())
-        for each in document["raw"]["storms"]:
+        for each in json.loads(path.read_text())["raw"]["storms"]:
             counts.update(fault["kind"] for fault in each["faults"])
-            wrong = len(each["lost_steps"]) + len(each["problems"])
-            cells = [each["on"], each["loop"], each["seed"], len(each["faults"]), each["worlds"], f"{each['steps']:,}"]
-            live = f"{each['live_goodput']:.1%}" if "live_goodput" in each else "–"
-            cells += [each["repeated_steps"], wrong, f"{each['goodput']:.0%}", live, f"{each['worst_stall_s']:.1f} s"]
-            rows.append(f"| {' | '.join(map(str, cells))} | {document['machine']['load_average_1min']:.1f} |")
-    heads = ["site", "loop", "seed", "faults", "worlds", "steps", "steps done again", "problems", "goodput"]
-    heads += ["goodput of live workers", "longest time without a step", "load"]
-    faults = [f"| {kind.about} | {counts[name]} |" for name, kind in chaos_faults().items() if counts[name]]
-    total = f"In all {sum(counts.values()):,} faults:"
+            by_loop.setdefault((each["on"], each["loop"]), []).append(each)
+    rows = [f"| {on} | {loop} | {' | '.join(_storm_cells(found))} |" for (on, loop), found in sorted(by_loop.items())]
+    heads = ["site", "loop", "storms", "faults", "worlds", "steps", "steps done again", "problems"]
+    heads += ["goodput of live workers", "longest time without a step"]
+    faults = [f"{name} {counts[name]}" for name in chaos_faults() if counts[name]]
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
-    return "\n".join([*table, "", total, "", "| fault | how often |", "|---|---|", *faults, ""])
+    return "\n".join([*table, "", f"In all {sum(counts.values()):,} faults: {', '.join(faults)}.", ""])
+
+
+def _storm_cells(found: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of a row: counts summed over the storms, the range of goodput, the worst stall."""
+    counts = [len(found), sum(len(each["faults"]) for each in found), sum(each["worlds"] for each in found)]
+    counts += [sum(each["steps"] for each in found), sum(each["repeated_steps"] for each in found)]
+    counts += [sum(len(each["lost_steps"]) + len(each["problems"]) for each in found)]
+    live = sorted({f"{each['live_goodput']:.0%}" for each in found if "live_goodput" in each}, key=_percentage)
+    stall = max(each["worst_stall_s"] for each in found)
+    return [
+        *(f"{count:,}" for count in counts),
+        " to ".join(dict.fromkeys(live[:1] + live[-1:])) or "–",
+        f"{stall:.1f} s",
+    ]
+
+
+def _percentage(text: str) -> float:
+    return float(text.rstrip("%"))
 
 
 def chaos_faults() -> dict[str, Any]:
@@ -235,20 +197,21 @@ def chaos_faults() -> dict[str, Any]:
 
 
 def hostile() -> str:
-    """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
+    """Return the medians of `tests/storms/fuzz.py` and `checkpoint_kills.py`: a row for each file."""
     rows = []
-    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes", "checkpoint-kills-own")
-    for name in (f"{each}.json" for each in names):
-        path = STORMS / name
+    names = ("fuzz", "fuzz-documents", "checkpoint-kills-own")
+    for path in (STORMS / f"{name}.json" for name in names):
         if path.exists():
             document = json.loads(path.read_text())
-            when, load = document["machine"]["when"][:10], document["machine"]["load_average_1min"]
-            rows += [
-                f"| `{name}`, {when}, load {load} | {_cell(s['name'])} | {_number(s['p50'])} {s['unit']} "
-                f"| {_number(s['max'])} {s['unit']} |"
-                for s in document["series"]
-            ]
-    return "\n".join(["| run | what | median | largest |", "|---|---|---|---|", *rows, ""])
+            found = [_hostile_figure(each) for each in document["series"]]
+            rows.append(f"| `{path.name}`, {document['machine']['when'][:10]} | {'; '.join(found)} |")
+    return "\n".join(["| run | medians |", "|---|---|", *rows, ""])
+
+
+def _hostile_figure(series: dict[str, Any]) -> str:
+    """Return "name: median unit", with the unit once if the name ends with it."""
+    unit = "" if series["name"].split()[-1] == series["unit"] else f" {series['unit']}"
+    return _cell(f"{series['name']}: {_number(series['p50'])}{unit}".rstrip())
 
 
 def control_plane() -> str:
@@ -273,23 +236,18 @@ def control_plane() -> str:
     ]
     heads += ["bytes sent", "memory of the driver", "CPU while nothing happens"]
     table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows]
-    grows = ", ".join(f"{name} N^{value:.2f}" for name, value in raw["exponents"].items())
     when = f"{machine['when'][:10]}, {machine['cores']} cores, load {machine['load_average_1min']}"
-    parts = [*table, "", f"Medians ({when}).{f' With N workers, from 30 on: {grows}.' if grows else ''}", ""]
+    parts = [*table, "", f"Medians ({when}).", ""]
     if (DOCS / "images" / "control_plane.png").exists():
         parts += ["![The same on logarithmic axes, by the number of workers](images/control_plane.png)", ""]
     events = raw.get("machine") or {}
-    if events:
-        sizes = list(events)
-        parts += ["The membership machine alone, the mean of one event:", ""]
-        parts += [
-            f"| event | {' | '.join(f'{int(size):,} workers' for size in sizes)} |",
-            f"|{'---|' * (1 + len(sizes))}",
-        ]
-        for what in events[sizes[0]]:
-            parts.append(f"| {what} | {' | '.join(f'{_number(events[size][what])} us' for size in sizes)} |")
-        parts.append("")
-    return "\n".join(parts)
+    for size, costs in events.items():
+        what, most = max(costs.items(), key=lambda cost: cost[1])
+        heartbeat = f"a worker's heartbeat {_number(costs['a heartbeat of a worker'])} us"
+        parts.append(
+            f"The membership machine alone, {int(size):,} workers: {heartbeat}; at most {_number(most)} us ({what})."
+        )
+    return "\n".join([*parts, ""])
 
 
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
@@ -334,7 +292,7 @@ def versions() -> str:
         return "No row has been recorded.\n"
     document = json.loads(path.read_text())
     checks, rows = document["checks"], document["rows"]
-    heads = ["row", "Python", "pyspark", "torch", "Keras, TensorFlow", "pandas", "pyarrow", "numpy", *checks]
+    heads = ["row", "Python", "pyspark", "torch", "Keras, TensorFlow", "pandas", "pyarrow", "numpy", "passed"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     notes = []
     for name, row in rows.items():
@@ -342,37 +300,40 @@ def versions() -> str:
         keras = ", ".join(found[what] for what in ("keras", "tensorflow-cpu") if what in found)
         cells = [name, row["python"], *(found.get(what, "–") for what in ("pyspark", "torch")), keras or "–"]
         cells += [found.get(what, "–") for what in ("pandas", "pyarrow", "numpy")]
-        outcomes = row["checks"]
-        cells += [_OUTCOMES.get(outcomes.get(check, ""), "–") for check in checks]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, _passed(row['checks'], checks)])} |")
         missing: dict[str, list[str]] = {}
-        for check, outcome in outcomes.items():
-            if outcome not in _OUTCOMES:
+        for check, outcome in row["checks"].items():
+            if outcome not in ("passed", "failed"):
                 missing.setdefault(outcome, []).append(check)
-        told = [f"{', '.join(left_out)} not run: {why}" for why, left_out in missing.items()]
-        notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *told])}.")
+        skipped = [
+            f"{left_out[0] if len(left_out) == 1 else 'others'} not run: {why}" for why, left_out in missing.items()
+        ]
+        if row["remarks"] or skipped or row["about"] != f"Spark {found.get('pyspark', '')[:3]}":
+            notes.append(f"- **{name}**: {'; '.join([row['about'], *row['remarks'], *skipped])}.")
     explained = [f"| {name} | {about} |" for name, about in checks.items()]
     return "\n".join([*lines, "", *notes, "", "| check | what it shows |", "|---|---|", *explained, ""])
 
 
-_OUTCOMES = {"passed": "yes", "failed": "**no**"}
+def _passed(outcomes: dict[str, str], checks: dict[str, str]) -> str:
+    """Return which of the checks passed, and those that failed."""
+    others = [check for check in checks if outcomes.get(check) != "passed"]
+    passed = [check for check in checks if check not in others]
+    named = f"all but {', '.join(others)}" if len(others) < len(passed) else ", ".join(passed)
+    failed = "".join(f"; **{check} failed**" for check in others if outcomes.get(check) == "failed")
+    return (named if others else "all") + failed
+
 
 PARTS: dict[str, Callable[[], str]] = {
     "phase_diagram": lambda: diagram(PHASES),
     "phase_states": lambda: states(PHASES),
-    "phase_transitions": lambda: transitions(PHASES),
     "worker_diagram": lambda: diagram(WORKERS),
     "worker_states": lambda: states(WORKERS),
-    "worker_transitions": lambda: transitions(WORKERS),
     "messages": message_tables,
-    "events": lambda: dataclass_table(events, "event"),
-    "commands": lambda: dataclass_table(commands, "command"),
     "error_tree": error_tree,
     "run_settings": run_settings,
     "common_settings": common_settings,
     "torch_settings": torch_settings,
     "keras_settings": keras_settings,
-    "results": results,
     "storms": storms,
     "hostile": hostile,
     "compared": compared,

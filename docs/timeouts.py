@@ -52,7 +52,7 @@ def bounds() -> list[tuple[str, int, int, str]]:
         (f"a grace of {default['start_grace_s']:g} s", ENOUGH, FULL, "for num_proc, once there are enough"),
         (named("heartbeat_timeout"), SILENT, LOST, "since the last sign of life"),
         (named("stall_timeout"), LOST, AGAIN, "for survivors to come to the next world"),
-        (f"cooldown_range {low:g} to {high:g} s", LOST, BOOT, "before the place is used again"),
+        (f"cooldown_range {low:g} to {high:g} s", LOST, BOOT, "before the slot is used again"),
         (named("start_timeout"), BOOT, JOINED, "for one worker to boot and be ready"),
         (named("elastic_timeout"), KILLED, BACK, "until there are min_num_proc again"),
     ]

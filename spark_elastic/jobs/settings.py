@@ -222,7 +222,7 @@ class RunSettings(ScalingSettings):
     encrypt: Annotated[
         bool,
         Setting(
-            "encrypt what the driver and its agents and workers tell one another (membership, progress, log lines). "
+            "encrypt messages between the driver and its agents and workers (membership, progress, log lines). "
             "Needs the package cryptography on the driver and on executors (extra `encryption`). Gradients between "
             "hosts are not affected, see docs/security.md.",
             _switch,
