@@ -90,15 +90,14 @@ def _first_paragraph(text: str) -> str:
 
 
 def error_tree() -> str:
-    """The classes of `errors.py`, each with the first line of its docstring, indented under its base."""
+    """Return the classes of `errors.py`, each indented under its base; the tables below have what they mean."""
     known = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 
     def lines(base: type, depth: int) -> list[str]:
         mine = f"{'    ' * depth}{base.__name__}"
         also = [other.__name__ for other in base.__bases__ if other not in known and other is not Exception]
-        words = _first_paragraph(base.__doc__ or "").replace("`", "").partition(". ")[0].rstrip(".")
-        told = f"{mine:<39} {words}" + (f" (also {' and '.join(also)})" if also else "")
-        return [told, *(line for each in known if each.__bases__[0] is base for line in lines(each, depth + 1))]
+        mine += f" (also {' and '.join(also)})" if also else ""
+        return [mine, *(line for each in known if each.__bases__[0] is base for line in lines(each, depth + 1))]
 
     return "\n".join(["```text", *lines(errors.SparkElasticError, 0), "```", ""])
 
