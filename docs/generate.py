@@ -119,7 +119,7 @@ def run_settings() -> str:
 
 
 def common_settings() -> str:
-    """The settings that all estimators have, by what they are about."""
+    """Return the settings that all estimators have, by what they are about."""
     from spark_elastic.ml.estimator import ElasticEstimator
 
     by_subject: dict[str, list[Any]] = {}
@@ -127,21 +127,21 @@ def common_settings() -> str:
         if own := _declared(cls):
             subject = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
             by_subject[subject] = own + by_subject.get(subject, [])  # those of the base first
-    parts = [[f"**{subject}**", "", *_setting_rows(own), ""] for subject, own in by_subject.items()]
+    parts = [[f"**{subject}**", "", *_setting_lines(own), ""] for subject, own in by_subject.items()]
     return "\n".join(line for part in parts for line in part)
 
 
 def torch_settings() -> str:
     from spark_elastic import ElasticTorchEstimator
 
-    return "\n".join([*_setting_rows(_declared(ElasticTorchEstimator)), ""])
+    return "\n".join([*_setting_lines(_declared(ElasticTorchEstimator)), ""])
 
 
 def keras_settings() -> str:
     """Return the table of the Keras settings. Importing the class needs no Keras; making one does."""
     from spark_elastic import ElasticKerasEstimator
 
-    return "\n".join([*_setting_rows(_declared(ElasticKerasEstimator)), ""])
+    return "\n".join([*_setting_lines(_declared(ElasticKerasEstimator)), ""])
 
 
 def _declared(cls: type) -> list[Any]:
@@ -150,12 +150,11 @@ def _declared(cls: type) -> list[Any]:
     return [value for value in vars(cls).values() if isinstance(value, Param)]
 
 
-def _setting_rows(settings: list[Any]) -> list[str]:
-    rows = [
-        f"| `{each.name}` | {'' if each.default is None else f'`{each.default!r}`'} | {_cell(each.doc)} |"
+def _setting_lines(settings: list[Any]) -> list[str]:
+    return [
+        f"- `{each.name}`{'' if each.default is None else f' (default `{each.default!r}`)'}: {each.doc}"
         for each in settings
     ]
-    return ["| name | default | meaning |", "|---|---|---|", *rows]
 
 
 def _cell(text: str) -> str:
