@@ -65,8 +65,8 @@ class FeatureParams(FeatureColumns):
     )
     getInputShapes, setInputShapes = accessors(input_shapes)
     input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
-        "numpy type of each input, such as ['int64', None]. Default, and None: int64 for a single integer column and for "
-        "an inner list of such columns, else float32. Integers that a type would round are refused.",
+        "numpy type of each input, such as ['int64', None]. Default, and None: int64 for a single integer column and "
+        "for an inner list of such columns, else float32. Integers that a type would round are refused.",
         to.dtypes,
     )
     getInputDtypes, setInputDtypes = accessors(input_dtypes)
