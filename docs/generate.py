@@ -77,15 +77,14 @@ def _first_paragraph(text: str) -> str:
 
 
 def error_tree() -> str:
-    """The classes of `errors.py`, each with the first line of its docstring, indented under its base."""
+    """Return the classes of `errors.py`, each indented under its base; the tables below have what they mean."""
     known = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 
     def lines(base: type, depth: int) -> list[str]:
         mine = f"{'    ' * depth}{base.__name__}"
         also = [other.__name__ for other in base.__bases__ if other not in known and other is not Exception]
-        words = _first_paragraph(base.__doc__ or "").replace("`", "").partition(". ")[0].rstrip(".")
-        told = f"{mine:<39} {words}" + (f" (also {' and '.join(also)})" if also else "")
-        return [told, *(line for each in known if each.__bases__[0] is base for line in lines(each, depth + 1))]
+        mine += f" (also {' and '.join(also)})" if also else ""
+        return [mine, *(line for each in known if each.__bases__[0] is base for line in lines(each, depth + 1))]
 
     return "\n".join(["```text", *lines(errors.SparkElasticError, 0), "```", ""])
 
@@ -107,7 +106,7 @@ def run_settings() -> str:
 
 
 def common_settings() -> str:
-    """The settings that all estimators have, by what they are about."""
+    """Return the settings that all estimators have, by what they are about."""
     from spark_elastic.ml.estimator import ElasticEstimator
 
     by_subject: dict[str, list[Any]] = {}
@@ -115,21 +114,21 @@ def common_settings() -> str:
         if own := _declared(cls):
             subject = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
             by_subject[subject] = own + by_subject.get(subject, [])  # those of the base first
-    parts = [[f"**{subject}**", "", *_setting_rows(own), ""] for subject, own in by_subject.items()]
+    parts = [[f"**{subject}**", "", *_setting_lines(own), ""] for subject, own in by_subject.items()]
     return "\n".join(line for part in parts for line in part)
 
 
 def torch_settings() -> str:
     from spark_elastic import ElasticTorchEstimator
 
-    return "\n".join([*_setting_rows(_declared(ElasticTorchEstimator)), ""])
+    return "\n".join([*_setting_lines(_declared(ElasticTorchEstimator)), ""])
 
 
 def keras_settings() -> str:
     """Return the table of the Keras settings. Importing the class needs no Keras; making one does."""
     from spark_elastic import ElasticKerasEstimator
 
-    return "\n".join([*_setting_rows(_declared(ElasticKerasEstimator)), ""])
+    return "\n".join([*_setting_lines(_declared(ElasticKerasEstimator)), ""])
 
 
 def _declared(cls: type) -> list[Any]:
@@ -138,12 +137,11 @@ def _declared(cls: type) -> list[Any]:
     return [value for value in vars(cls).values() if isinstance(value, Param)]
 
 
-def _setting_rows(settings: list[Any]) -> list[str]:
-    rows = [
-        f"| `{each.name}` | {'' if each.default is None else f'`{each.default!r}`'} | {_cell(each.doc)} |"
+def _setting_lines(settings: list[Any]) -> list[str]:
+    return [
+        f"- `{each.name}`{'' if each.default is None else f' (default `{each.default!r}`)'}: {each.doc}"
         for each in settings
     ]
-    return ["| name | default | meaning |", "|---|---|---|", *rows]
 
 
 def _cell(text: str) -> str:

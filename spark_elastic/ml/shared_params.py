@@ -48,9 +48,8 @@ class FeatureColumns(ElasticParams):
     """The inputs of the model."""
 
     feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
-        "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
-        "are arrays or vectors among them, each column is a separate input. A list of lists: an input for each inner "
-        "list, its columns stacked or concatenated. See input_dtypes for their types.",
+        "columns that are the model's input. Scalar columns are stacked into one input [rows, columns]; with arrays "
+        "or vectors among them, each column is an input. A list of lists: an input for each inner list.",
         to.grouped_names,
     )
     getFeatureCols, setFeatureCols = accessors(feature_cols)
@@ -60,16 +59,14 @@ class FeatureParams(FeatureColumns):
     """The inputs of the model."""
 
     input_shapes: Param[Shapes | None] = setting(
-        "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [k] for k numbers, [] for a "
-        "single column of integers.",
+        "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [] for a single column of "
+        "integers.",
         to.shapes,
     )
     getInputShapes, setInputShapes = accessors(input_shapes)
     input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
-        "numpy type of each input, such as ['int64', 'float32']; None in the list stands for the default: int64 for a "
-        "single column of integers and for an inner list of integer columns, as embeddings need it; float32 for "
-        "anything else, also for several integer columns in a flat list. Integers that a type would round, in float32 "
-        "from 2**24 on, are refused.",
+        "numpy type of each input, such as ['int64', None]. Default, and None: int64 for a single integer column and "
+        "for an inner list of such columns, else float32. Integers that a type would round are refused.",
         to.dtypes,
     )
     getInputDtypes, setInputDtypes = accessors(input_dtypes)
@@ -89,8 +86,7 @@ class LabelParams(ElasticParams):
     sample_weight_col: Param[str | None] = setting("column with the weight of each row in the loss.", to.text)
     getSampleWeightCol, setSampleWeightCol = accessors(sample_weight_col)
     validation: Param[float | str | None] = setting(
-        "rows to set aside for validation: a fraction, drawn at random with the seed, or the name of a boolean column "
-        "that is true for them. Default: none.",
+        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column. Default: none.",
         to.fraction_or_column,
     )
     getValidation, setValidation = accessors(validation)
@@ -106,13 +102,12 @@ class ModelParams(ElasticParams):
     loss: Param[Any] = setting("the loss, or a list with one for each label.", to.anything)
     getLoss, setLoss = accessors(loss)
     loss_weights: Param[Any] = setting(
-        "factor of each loss in their sum; only with several. Default: 1 each.", to.numbers_list
+        "factor of each of several losses in their sum. Default: 1 each.", to.numbers_list
     )
     getLossWeights, setLossWeights = accessors(loss_weights)
     loss_is_per_worker: Param[bool] = setting(
-        "average a scalar loss that is no mean over rows, such as one that compares the rows of a batch with each "
-        "other, over the workers' shares of the batch as it is, weighted by their rows; the result then depends on "
-        "their number. False: such a loss is refused before workers start.",
+        "take a loss that is no mean over rows, averaged over the workers' shares of a batch; the result then depends "
+        "on their number. False: such a loss is refused before workers start.",
         to.boolean,
         default=False,
     )
@@ -120,8 +115,8 @@ class ModelParams(ElasticParams):
     metrics: Param[Any] = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
     getMetrics, setMetrics = accessors(metrics)
     callbacks: Param[Any] = setting(
-        "list of spark_elastic.ml.callbacks.Callback, which run in the workers, and of spark_elastic.DriverCallback, "
-        "which run on the driver.",
+        "list of spark_elastic.ml.callbacks.Callback (in the workers) and spark_elastic.DriverCallback (on the "
+        "driver).",
         to.anything,
     )
     getCallbacks, setCallbacks = accessors(callbacks)
@@ -150,14 +145,14 @@ class BatchParams(ElasticParams):
     """Batches, epochs and the order of the rows."""
 
     batch_size: Param[int | None] = setting(
-        "rows of a global batch, which all workers together take in a step, however many there are. Default: 32, "
-        "unless per_worker_batch_size is set.",
+        "rows of a global batch, which all workers together take in a step. Default: 32, unless per_worker_batch_size "
+        "is set.",
         to.whole(at_least=1),
     )
     getBatchSize, setBatchSize = accessors(batch_size)
     per_worker_batch_size: Param[int | None] = setting(
-        "rows that each worker takes in a step: the global batch then grows and shrinks with the world, and with it "
-        "the result of the training. Instead of batch_size.",
+        "rows that each worker takes in a step, instead of batch_size: the global batch, and the result, change with "
+        "the world.",
         to.whole(at_least=1),
     )
     getPerWorkerBatchSize, setPerWorkerBatchSize = accessors(per_worker_batch_size)
@@ -166,28 +161,28 @@ class BatchParams(ElasticParams):
     shuffle: Param[bool] = setting("read the rows of each epoch in another random order.", to.boolean, default=True)
     getShuffle, setShuffle = accessors(shuffle)
     seed: Param[int] = setting(
-        "seed of the row order, of the validation split, and of dropout and the like, whose random numbers follow from "
-        "the seed, the epoch, the batch and the rank.",
+        "seed of the row order, of the validation split, and, with epoch, batch and rank, of random numbers such as "
+        "dropout's.",
         to.whole(at_least=0),
         default=0,
     )
     getSeed, setSeed = accessors(seed)
     consistency: Param[Consistency] = setting(
-        "'trajectory': the same batches in the same order for any number of workers, and results that are equal up to "
-        "rounding and random numbers. 'exact' (PyTorch): the same bits, see virtual_workers; each step costs more.",
+        "'trajectory': the same batches for any number of workers, and results that are equal up to rounding and "
+        "random numbers. 'exact' (PyTorch): the same bits, in slower steps; see virtual_workers.",
         _consistency,
         default="trajectory",
     )
     getConsistency, setConsistency = accessors(consistency)
     transformation_fn: Param[ColumnsFunction | None] = setting(
-        "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train on, with as "
-        "many rows. Applied to training and validation batches, not by the fitted model: see inference_fn.",
+        "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train and validate "
+        "on, with as many rows. For the fitted model: inference_fn.",
         to.function,
     )
     getTransformationFn, setTransformationFn = accessors(transformation_fn)
     accumulation_steps: Param[int] = setting(
-        "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
-        "that of the whole batch.",
+        "parts that each worker cuts its share of a batch into, to save memory. The gradient is that of the whole "
+        "batch.",
         to.whole(at_least=1),
         default=1,
     )
@@ -206,11 +201,11 @@ class GradientParams(ElasticParams):
     """Gradients and normalisation."""
 
     gradient_clip_norm: Param[float | None] = setting(
-        "largest global norm of the gradients; they are scaled down to it before a step.", to.real(above=0)
+        "largest global norm of the gradients, which are scaled down to it.", to.real(above=0)
     )
     getGradientClipNorm, setGradientClipNorm = accessors(gradient_clip_norm)
     gradient_clip_value: Param[float | None] = setting(
-        "largest absolute value of each gradient; it is clipped before a step.", to.real(above=0)
+        "largest absolute value of each gradient, which is clipped to it.", to.real(above=0)
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
@@ -220,14 +215,14 @@ class GradientParams(ElasticParams):
     )
     getGradientCompression, setGradientCompression = accessors(gradient_compression)
     sync_batch_norm: Param[bool] = setting(
-        "compute mean and variance in batch normalisation over all workers' rows of a batch, so that the number of "
-        "workers does not matter; costs two small reductions per layer and step. False: over each worker's own rows.",
+        "compute batch normalisation over all workers' rows of a batch, so that the number of workers does not "
+        "matter. False: over each worker's own rows.",
         to.boolean,
         default=True,
     )
     getSyncBatchNorm, setSyncBatchNorm = accessors(sync_batch_norm)
     allow_nan_loss: Param[bool] = setting(
-        "continue when the loss of a step is NaN or infinite; otherwise fit ends with a LossNotFiniteError.",
+        "continue when the loss of a step is NaN or infinite; otherwise fit raises a LossNotFiniteError.",
         to.boolean,
         default=False,
     )
@@ -261,15 +256,15 @@ class ClusterParams(ElasticParams):
     )
     getRunOptions, setRunOptions = accessors(run_options)
     verbose: Param[int] = setting(
-        "0: quiet, 1: a bar for each epoch (in a terminal or a notebook; few lines elsewhere) and a line for each "
-        "epoch and change of the workers, 2: each step of them.",
+        "0: quiet, 1: a line for each epoch and change of the workers, and a bar in a terminal or a notebook, 2: each "
+        "step of them.",
         to.whole(at_least=0),
         default=1,
     )
     getVerbose, setVerbose = accessors(verbose)
     status_port: Param[int | Literal["auto"] | None] = setting(
-        'port of the status page of the training; 0: any free one; None: no page. "auto": a page at a free port where '
-        "all workers run on the driver's machine, unless verbose is 0.",
+        'port of the status page; 0: any free one; None: no page. "auto": any free one, if all workers run on the '
+        "driver's machine and verbose is not 0.",
         lambda name, value: None if value is None else checked_status_port(name, value),
         default="auto",
     )
@@ -284,25 +279,23 @@ class StorageParams(ElasticParams):
     """Storage of the rows and results."""
 
     store: Param[str | os.PathLike[str] | Store | None] = setting(
-        "path, URI or spark_elastic.Store that driver and executors share, for the rows and the results of a fit. "
-        "Default: a temporary directory, which is shared only if all executors run on the driver's machine.",
+        "path, URI or spark_elastic.Store for rows and results, which driver and executors share. Default: a "
+        "temporary directory, for executors on the driver's machine.",
         to.location,
     )
     getStore, setStore = accessors(store)
     storage_options: Param[Mapping[str, Any] | None] = setting(
-        "options of the filesystem of a URI, such as credentials. Not saved with an estimator: set them again after "
-        "loading.",
+        "options of the filesystem of a URI, such as credentials. Not saved with an estimator.",
         to.dictionary,
     )
     getStorageOptions, setStorageOptions = accessors(storage_options)
     dataset_id: Param[str | None] = setting(
-        "name by which a later fit finds the written rows again, without checking that they are still the same. "
-        "Default: each fit writes its rows.",
+        "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.",
         to.text,
     )
     getDatasetId, setDatasetId = accessors(dataset_id)
     keep_dataset: Param[bool] = setting(
-        "keep the written rows in the store after the fit, for from_dataset_path; a dataset_id keeps them too.",
+        "keep the written rows after the fit, for from_dataset_path; a dataset_id keeps them too.",
         to.boolean,
         default=False,
     )
@@ -329,14 +322,12 @@ class CheckpointParams(ElasticParams):
     )
     getCheckpointSeconds, setCheckpointSeconds = accessors(checkpoint_seconds)
     checkpoint_best_of: Param[str | None] = setting(
-        "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept as well. Default: "
-        "only the last ones are kept.",
+        "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept, too. Default: none.",
         to.text,
     )
     getCheckpointBestOf, setCheckpointBestOf = accessors(checkpoint_best_of)
     checkpoint_best_mode: Param[BestMode] = setting(
-        "the smallest ('min') or the largest ('max') value is best; 'auto': the smallest for names of losses and "
-        "errors, the largest for anything else.",
+        "'min', 'max', or 'auto': the smallest value is best for names of losses and errors, else the largest.",
         to.one_of(*get_args(BestMode)),
         default="auto",
     )
@@ -346,8 +337,7 @@ class CheckpointParams(ElasticParams):
     )
     getKeepCheckpoints, setKeepCheckpoints = accessors(keep_checkpoints)
     run_id: Param[str | None] = setting(
-        "name of this training below checkpoint_dir. A fit with the run_id of a training whose driver was killed "
-        "resumes from its last checkpoint.",
+        "name of this training below checkpoint_dir: fit resumes from its last checkpoint.",
         to.identifier,
     )
     getRunId, setRunId = accessors(run_id)
@@ -390,9 +380,8 @@ class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 
     output_cols: Param[str | Sequence[str] | None] = setting(
-        "names of the columns with the model's outputs, unchanged, one for each output: a double or integer if there "
-        "is one value per row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... for "
-        "several.",
+        "names of the columns with the model's outputs: a double or integer if there is one value per row, an array "
+        "otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ...",
         to.names_or_none,
     )
     getOutputCols, setOutputCols = accessors(output_cols)
@@ -403,17 +392,15 @@ class OutputParams(ElasticParams):
     )
     getOutputType, setOutputType = accessors(output_type)
     prediction_col: Param[str] = setting(
-        "name of the double column with the prediction that is made of the first output, as Spark's evaluators need "
-        "it; '' for none.",
+        "name of the double column with the prediction from the first output; '' for none.",
         lambda name, value: "" if value is None or value == "" else to.text(name, value),
         default="prediction",
     )
     getPredictionCol, setPredictionCol = accessors(prediction_col)
     prediction: Param[PredictionRule] = setting(
-        "rule for making the prediction of the first output: 'argmax' of its values, 'argmax_probability' if they are "
-        "probabilities already, the 'value' itself, 'binary_logit': 1 if it is above 0, 'binary_probability': 1 if it "
-        "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row; where neither "
-        "applies, there is no prediction.",
+        "rule for the prediction from the first output: 'argmax' of its values, 'argmax_probability' of "
+        "probabilities, the 'value' itself, 'binary_logit': 1 if above 0, 'binary_probability': 1 if above 0.5. "
+        "'auto': the rule of the loss, or the value if there is one per row, or no prediction.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
@@ -425,29 +412,27 @@ class OutputParams(ElasticParams):
     )
     getProbabilityCol, setProbabilityCol = accessors(probability_col)
     raw_prediction_col: Param[str | None] = setting(
-        "name of a vector column with the score of each class, as Spark's BinaryClassificationEvaluator needs it: the "
-        "first output, or for an output of one value per row the scores of both classes (-z and z of a logit, 1 - p "
-        "and p of a probability). Default: none.",
+        "name of a vector column with the score of each class, for BinaryClassificationEvaluator: the first output, "
+        "or of one value per row [-z, z] of a logit, [1 - p, p] of a probability. Default: none.",
         to.text,
     )
     getRawPredictionCol, setRawPredictionCol = accessors(raw_prediction_col)
     handle_invalid: Param[HandleInvalid] = setting(
-        "treatment by transform of rows with a null in the model's input, NaN or infinity where fit refuses them (see "
-        "allow_nan), or a NaN output of which no class can be made: 'error', 'skip' (the result is without such rows) "
-        "or 'keep' (all added columns are null for them).",
+        "treatment by transform of rows with a null in the input, NaN or infinity where fit refuses them, or a NaN "
+        "output of which no class can be made: 'error', 'skip' (leave them out) or 'keep' (all added columns are "
+        "null).",
         to.one_of(*get_args(HandleInvalid)),
         default="error",
     )
     getHandleInvalid, setHandleInvalid = accessors(handle_invalid)
     inference_fn: Param[ColumnsFunction | None] = setting(
-        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, in their "
-        "order; the counterpart of transformation_fn in training. Default: none.",
+        "function of a batch's features, {'features_0': array, ...}, to the model's inputs, in their order; the "
+        "counterpart of transformation_fn. Default: none.",
         to.function,
     )
     getInferenceFn, setInferenceFn = accessors(inference_fn)
     transform_batch_size: Param[int | None] = setting(
-        "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, where the values of "
-        "the layers then stay in the processor's cache, otherwise 4,096.",
+        "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, otherwise 4,096.",
         to.whole(at_least=1),
     )
     getTransformBatchSize, setTransformBatchSize = accessors(transform_batch_size)

@@ -237,7 +237,7 @@ class RunLease:
                 if missing_s > self._patience_s:
                     self._end(RunTakenError(f"{error}. After {missing_s:.0f} s this driver gives it up"))
                     return
-                log.warning("the run in %s is not there; the training goes on without checkpoints", self._run.url)
+                log.warning("the run in %s is not there; training continues without checkpoints", self._run.url)
             except Exception as error:  # tried again at the next heartbeat
                 log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, redacted(error))
 

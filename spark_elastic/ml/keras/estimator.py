@@ -101,13 +101,13 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     )
     getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
     callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
-        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, which run in the workers, and of "
-        "spark_elastic.DriverCallback, which run on the driver.",
+        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback (in the workers) and "
+        "spark_elastic.DriverCallback (on the driver).",
         to.anything,
     )
     custom_objects: Param[Mapping[str, Any] | None] = setting(
-        "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
-        "are registered with Keras, or that the model consists of, need not be listed.",
+        "dict of the names and the classes or functions of your own in the model's configuration, unless they are "
+        "registered with Keras or the model consists of them.",
         to.dictionary,
     )
     getCustomObjects, setCustomObjects = accessors(custom_objects)

@@ -73,7 +73,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. "
-        "The loss is a mean over rows, a value for each row, or (numerator, denominator).",
+        "The loss: a mean over rows, a value for each row, or (numerator, denominator).",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)
@@ -91,15 +91,14 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     )
     getSchedulerMonitor, setSchedulerMonitor = accessors(scheduler_monitor)
     virtual_workers: Param[int | None] = setting(
-        "with consistency='exact': the shards that each batch is cut into, whatever the number of workers; a worker "
-        "computes its shards one after another, with random numbers and batch normalisation for each. Default: "
-        "max_num_proc, or num_proc.",
+        "with consistency='exact': the shards that each batch is cut into, whatever the number of workers, each with "
+        "its own random numbers and batch normalisation. Default: max_num_proc, or num_proc.",
         to.whole(at_least=1),
     )
     getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
     generators: Param[Sequence[Any] | None] = setting(
-        "with consistency='exact': list of the random generators that the model, its loss, metrics or "
-        "transformation_fn have in attributes and draw from, besides the global ones of torch, numpy and random.",
+        "with consistency='exact': random generators that the model, its loss, metrics or transformation_fn have in "
+        "attributes, besides the global ones of torch, numpy and random.",
         to.anything,
     )
     getGenerators, setGenerators = accessors(generators)
