@@ -15,6 +15,7 @@ from spark_elastic.data.materialization import materialize
 from spark_elastic.data.shared_store import PROBE, check_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local_cluster
 from tests.integration.data.conftest import Rows
 from tests.integration.processes import wait_until
@@ -72,7 +73,7 @@ def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, sto
 
 
 def test_shared_store_passes_the_check(cluster, store):
-    check_shared(store, cluster.sc)
+    check_shared(store, cluster_of(cluster.sc))
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
     assert store.list(DATASETS) == []
 
