@@ -46,7 +46,7 @@ BY_NIGHT = {"01_quickstart", "02_elastic", "03_keras", "05_cross_validation", "0
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in BY_NIGHT else []) for name in LEARNT]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in LEARNT]
 )
 def test_the_notebook_runs_from_top_to_bottom_and_has_learnt_something(running, name):
     pattern, low, high = LEARNT[name]

@@ -30,6 +30,7 @@ def test_every_invariant_holds_with_many_workers(first: int) -> None:
             raise AssertionError(f"large seed {seed}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_invariant_holds_with_a_thousand_workers(seed: int) -> None:
     job = simulate(seed, Membership, huge=True)

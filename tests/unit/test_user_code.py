@@ -109,7 +109,7 @@ def check(found: list[tuple[str, int, str]]) -> None:
     assert wrong == set(range(FIRST, len(lines) + 1)), [lines[line - 1] for line in wrong]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_mypy_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     api = pytest.importorskip("mypy.api")
     files = [str(path) for path in sorted(folder.glob("*.py"))]
@@ -121,6 +121,7 @@ def test_mypy_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     check([(Path(each["file"]).name, each["line"], each["message"]) for each in found if each["severity"] == "error"])
 
 
+@pytest.mark.nightly
 def test_pyright_strict_finds_the_mistakes_and_nothing_else(folder: Path) -> None:
     pytest.importorskip("pyright")
     command = [sys.executable, "-m", "pyright", "-p", str(folder), "--pythonpath", sys.executable, "--outputjson"]

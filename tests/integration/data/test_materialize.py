@@ -35,6 +35,7 @@ def table(spark, tmp_path_factory):
     return path
 
 
+@pytest.mark.nightly
 def test_rows_are_written_again_where_the_plan_cannot_show_a_change(spark, store, tmp_path):
     """Behind an RDD, mapInPandas or a UDF, Spark reads a file that its plan does not name."""
     file = tmp_path / "slope"
@@ -147,6 +148,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
     assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session still works
 
 
+@pytest.mark.nightly
 def test_concurrent_fits_on_one_dataset_id_write_once(spark, store, table):
     frame, found = spark.read.parquet(table), []
     threads = [
@@ -188,6 +190,7 @@ def test_validation_share_is_drawn_by_the_seed(spark, store):
     assert len(drawn[0] & drawn[2]) < 400
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["range", "repartition"])
 def test_very_many_small_partitions_are_written_by_a_few_tasks(spark, store, kind):
     slots = spark.sparkContext.defaultParallelism
@@ -198,6 +201,7 @@ def test_very_many_small_partitions_are_written_by_a_few_tasks(spark, store, kin
     assert sorted(Rows(dataset)["x"]) == list(range(1000))
 
 
+@pytest.mark.nightly
 def test_partitions_that_spark_would_join_in_another_order_are_left_alone(spark):
     many = 65 * spark.sparkContext.defaultParallelism
     ordered = spark.range(1000).repartitionByRange(many, "id").sortWithinPartitions("id").selectExpr("2 * id AS x")

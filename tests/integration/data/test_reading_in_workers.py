@@ -8,6 +8,8 @@ import pytest
 import spark_elastic
 from spark_elastic.data import Dataset, pack
 
+pytestmark = pytest.mark.nightly
+
 ROWS = 200_000
 
 

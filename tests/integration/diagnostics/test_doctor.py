@@ -27,6 +27,7 @@ def level(report, check):
     return {finding.level for finding in report.of(check)}
 
 
+@pytest.mark.nightly
 def test_healthy_cluster_passes_every_check(cluster, tmp_path):
     report = spark_elastic.doctor(cluster.spark, store=str(tmp_path), num_proc=2, timeout=300)
     assert report.ok, report
@@ -46,6 +47,7 @@ def test_too_few_slots_and_a_store_that_cannot_be_written_are_both_found(cluster
     assert all(finding.fix for finding in report.findings if finding.level != OK)
 
 
+@pytest.mark.nightly
 def test_hanging_executor_is_a_problem_within_the_deadline(cluster):
     hanging = cluster.executors()["0"]
     stopped = [hanging, *cluster.python_processes("0")]
@@ -78,6 +80,7 @@ def test_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
     assert by_check["Spark"]["level"] == PROBLEM
 
 
+@pytest.mark.nightly
 def test_command_ends_in_time_when_no_master_answers():
     words = [sys.executable, "-m", "spark_elastic", "doctor", "--json", "--master", "spark://127.0.0.1:1"]
     done = subprocess.run([*words, "--timeout", "8"], capture_output=True, text=True, timeout=120)

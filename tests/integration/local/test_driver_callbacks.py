@@ -39,6 +39,7 @@ def nothing_left() -> Iterator[None]:
     before.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_each_epoch_is_reported_once_although_rank_0_is_killed_while_it_asks(rows: Dataset, tmp_path: Path) -> None:
     callback = Killing(tmp_path, (1, 2), stop_at=3)
     model = estimator(Pids(tmp_path), callback, epochs=6, num_proc=3).from_dataset_path(rows)
@@ -63,7 +64,7 @@ class Pruned(Exception):
     pass
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
     durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
     with pytest.raises(Pruned):
@@ -112,6 +113,7 @@ class Written(Callback):
         (self.folder / f"end{run.rank}").touch()
 
 
+@pytest.mark.nightly
 def test_training_does_not_wait_for_a_hanging_callback_beyond_its_time(rows: Dataset, tmp_path: Path) -> None:
     over = threading.Event()
 
@@ -161,6 +163,7 @@ def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
     assert isinstance(stopping.results[0].error, JobCancelledError)
 
 
+@pytest.mark.nightly
 def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     optuna = pytest.importorskip("optuna")
     optuna.logging.disable_default_handler()
@@ -188,6 +191,7 @@ def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     assert len(study.trials[1].intermediate_values) < 4
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:
     class Hanging(Watch):
         def on_epoch_end(self, row: Any) -> Any:

@@ -138,6 +138,7 @@ def huge(now: float) -> Any:
     return model.document(JobStatus("running", 3, 1000, 10, "", 1000, 0, 700, 2), workers, lost, now, time.time())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
 def test_page_of_a_huge_job_fits_its_window(browser, width, dark):
     document = huge(time.monotonic())
@@ -156,6 +157,7 @@ def test_page_of_a_huge_job_fits_its_window(browser, width, dark):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.nightly
 def test_page_says_that_the_driver_is_gone(browser):
     document = huge(time.monotonic())
     server = served(lambda: document)
@@ -167,6 +169,7 @@ def test_page_says_that_the_driver_is_gone(browser):
     assert "10.0k of 12.0k" in text(browser, "tiles")
 
 
+@pytest.mark.nightly
 def test_two_jobs_have_two_pages_and_a_silent_one_has_none(start_job, tmp_path, capfd):
     jobs = []
     for name in ("one", "two"):

@@ -75,7 +75,7 @@ def digit_estimator() -> Any:
     "make",
     [
         pytest.param(digit_estimator, id="torch"),
-        pytest.param(keras_digit_estimator, id="keras", marks=pytest.mark.soak),
+        pytest.param(keras_digit_estimator, id="keras", marks=pytest.mark.nightly),
     ],
 )
 def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, digits: Any, tmp_path: Path) -> None:
@@ -100,6 +100,7 @@ def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, 
     assert both[0] == both[1]
 
 
+@pytest.mark.nightly
 def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(digits: Any, tmp_path: Path) -> None:
     estimator = HereEstimator(**digit_settings(store=str(tmp_path), dataset_id="all"))
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).addGrid(estimator.batch_size, [32, 512]).build()
@@ -188,6 +189,7 @@ def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
     assert len(estimator.fit(df).history) == 1
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:
     df = prepared(digits[0])
     estimator = ElasticTorchEstimator(

@@ -287,7 +287,7 @@ spark.stop()
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_cell_of_100_mb_is_trained_on(tmp_path: Path) -> None:
     """In a program of its own, whose JVM has the memory for it."""
     command = [sys.executable, "-c", HUGE_CELL, str(tmp_path)]

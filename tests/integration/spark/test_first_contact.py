@@ -162,6 +162,7 @@ SUBMITTED = """
 """
 
 
+@pytest.mark.nightly
 def test_submitted_program_is_not_drowned_by_sparks_log(tmp_path):
     import pyspark
 
@@ -209,6 +210,7 @@ OTHER_PYTHON = """
 """
 
 
+@pytest.mark.nightly
 def test_executors_python_without_packages_is_named_with_ours_before_any_worker_starts(tmp_path):
     bare = python_without_packages(tmp_path / "bare")
     said = say(tmp_path, OTHER_PYTHON, env={"PATH": f"{bare}:{BARE_PATH}"})

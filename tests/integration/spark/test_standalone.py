@@ -62,6 +62,7 @@ def host_of(job, entry):
     )
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     job, diary = jobs.train(2)
     world = diary.wait_for_world(2)
@@ -72,6 +73,7 @@ def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     assert len(finished(job, diary)) == 1
 
 
+@pytest.mark.nightly
 def test_all_executors_lost_is_a_clear_error(jobs, cluster):
     job, diary = jobs.train(1)
     diary.wait_for_world(1)

@@ -13,7 +13,7 @@ from tests.integration.clusters import local_cluster
 from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,7 @@ def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_pat
     assert {why for _, why, _, _ in ends.wait_for(7)} == {"the job is over", "the launcher is closed"}
 
 
+@pytest.mark.nightly
 def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
     me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
     launcher, ends = launch("return x")

@@ -10,7 +10,7 @@ from spark_elastic.driver.spark.launcher import SparkLauncher
 from tests.integration.clusters import local
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 from tests.leftovers import Before, nothing_left
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

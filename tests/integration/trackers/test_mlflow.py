@@ -29,6 +29,7 @@ def points(mlflow: Any, run_id: str | None, name: str) -> list[tuple[int, float]
     return [(each.step, each.value) for each in mlflow.MlflowClient().get_metric_history(run_id, name)]
 
 
+@pytest.mark.nightly
 def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     mlflow: Any, rows: Dataset, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     assert np.allclose(served.predict(features), own)
 
 
+@pytest.mark.nightly
 def test_active_run_is_logged_to_and_left_active_and_a_nested_run_is_its_child(mlflow: Any, rows: Dataset) -> None:
     same, below = MLflowCallback(log_models=[]), MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as active:
@@ -86,6 +88,7 @@ class LogsInWorker(Callback):
             mlflow.log_metrics({"own_loss": logs["loss"]}, step=run.epoch)
 
 
+@pytest.mark.nightly
 def test_worker_that_calls_mlflow_reaches_the_run_of_the_driver(
     mlflow: Any, rows: Dataset, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -120,7 +123,7 @@ class At(DriverCallback):
             self.call()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_server_that_dies_and_comes_back_gets_all_epochs(mlflow: Any, rows: Dataset, tmp_path: Path) -> None:
     with tracking_server(tmp_path) as dying:
         mlflow.set_tracking_uri(dying.uri)
@@ -139,7 +142,7 @@ def test_fit_ends_well_without_a_server(mlflow: Any, rows: Dataset, caplog: Any)
     assert said.startswith("the run could not be logged to MLflow")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_failed_fit_is_a_failed_run_with_its_error(mlflow: Any, rows: Dataset) -> None:
     class Wrong(Exception):
         pass
@@ -219,6 +222,7 @@ def test_fit_within_an_event_of_another_has_a_run_of_its_own(mlflow: Any) -> Non
     assert outer.info.status == "FINISHED"
 
 
+@pytest.mark.nightly
 def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as parent:
@@ -236,6 +240,7 @@ def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began
     assert mlflow.get_run(found[0]).info.status == "FINISHED"
 
 
+@pytest.mark.nightly
 def test_fits_of_a_list_of_settings_are_children_of_the_active_run(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[])
     found: list[str | None] = []
