@@ -235,9 +235,9 @@ def chaos_faults() -> dict[str, Any]:
 
 
 def hostile() -> str:
-    """Return the figures of `tests/storms/fuzz.py` and `fuzz_guided.py`."""
+    """Return the figures of `tests/storms/fuzz.py`."""
     rows = []
-    names = ("fuzz", "fuzz-slowdown", "fuzz-documents", "fuzz-guided", "membership-changes", "checkpoint-kills-own")
+    names = ("fuzz", "fuzz-documents", "checkpoint-kills-own")
     for name in (f"{each}.json" for each in names):
         path = STORMS / name
         if path.exists():
