@@ -37,18 +37,6 @@ def test_a_script_in_horovod_s_manner_runs_unchanged(tmp_path):
 
 
 @pytest.mark.nightly
-def test_two_workers_learn_what_one_process_learns_from_batches_twice_as_large(tmp_path):
-    more = ["--gradient-predivide-factor", "2.0", "--clip", "1.0"]
-    script = str(SCRIPTS / "plain_classifier.py")
-    alone = finish([sys.executable, script, "--batch-size", "128", "--lr", "0.2", "--epochs", "6", *more], tmp_path)
-    together = run("plain_classifier.py", "--epochs", "6", *more, options=LOCALLY, cwd=tmp_path)
-    found = re.compile(r"size (\d) accuracy (0\.[89]\d*) same weights True")
-    one, two = found.search(alone), found.search(together)
-    assert (one.group(1), two.group(1)) == ("1", "2")
-    assert one.group(2) == two.group(2)
-
-
-@pytest.mark.nightly
 def test_a_script_resumes_from_the_checkpoint_that_rank_0_finds(tmp_path):
     checkpoint = ["--checkpoint-format", str(tmp_path / "at-{epoch}.pt")]
     first = run("elastic_residual.py", "--epochs", "2", *checkpoint, options=LOCALLY, cwd=tmp_path)

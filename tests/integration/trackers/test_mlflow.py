@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,14 +195,6 @@ def test_run_that_the_user_makes_during_a_fit_stays_active_and_the_fits_own_is_e
     mlflow.end_run()
 
 
-def test_model_is_logged_to_the_fits_run_though_the_user_has_ended_it(mlflow: Any, rows: Dataset) -> None:
-    tracker = MLflowCallback(log_models=["native"])
-    estimator(tracker, Does(lambda: mlflow.end_run("KILLED")), num_proc=1, epochs=1).from_dataset_path(rows)
-    assert mlflow.active_run() is None
-    assert mlflow.get_run(tracker.run_id).info.status == "KILLED"
-    assert mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model") is not None
-
-
 def test_fit_within_an_event_of_another_has_a_run_of_its_own(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[], nested=True)
     inner: list[str | None] = []
@@ -282,35 +273,3 @@ def test_what_a_server_never_takes_holds_up_nothing_else(mlflow: Any, monkeypatc
     said = [record.message for record in caplog.records if record.name == "spark_elastic.mlflow"]
     assert sum("the settings could not be logged" in text for text in said) == 1
     assert sum("the events could not be logged" in text for text in said) == 1
-
-
-def test_name_that_mlflow_refuses_loses_no_other_value_of_the_epoch(mlflow: Any, caplog: Any) -> None:
-    tracker = MLflowCallback(log_models=[], tags={"fold": 3})  # type: ignore[dict-item]
-    fit_of(
-        tracker,
-        values={
-            "a/../b": 1.0,
-            "/root": 2.0,
-            "n" * 300: 3.0,
-            "top/5": 4.0,
-        },
-    )
-    run = mlflow.get_run(tracker.run_id)
-    assert not [record for record in caplog.records if record.name == "spark_elastic.mlflow"]
-    assert run.data.metrics["loss"] == 0.5
-    assert run.data.metrics["top/5"] == 4.0
-    assert len(run.data.metrics) == 1 + 4
-    assert run.data.tags["fold"] == "3"
-
-
-def test_slow_server_delays_no_epoch_and_a_fit_ends_without_it(mlflow: Any, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("spark_elastic.trackers.mlflow.END_WAIT_S", 0.2)
-    answers = threading.Event()
-    monkeypatch.setattr(_MLflowFit, "_log_settings", lambda fit: answers.wait(60))
-    tracker = MLflowCallback(log_models=[])
-    began = time.monotonic()
-    fit_of(tracker, epochs=6)
-    answers.set()
-    assert time.monotonic() - began < 10
-    assert [each.message for each in caplog.records if "is incomplete" in each.message]
-    assert mlflow.active_run() is None

@@ -12,7 +12,6 @@ from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from spark_elastic.keras.elastic.batches import deal
 from tests.unit.keras.test_backends import in_a_process
-from tests.unit.world_link import die, link
 from tests.unit.worlds import together
 
 ROWS, BATCH, FEATURES, CLASSES = 30, 10, 4, 3
@@ -86,24 +85,6 @@ def test_class_weight_weighs_as_with_arrays(alone, one_hot):
     assert np.abs(weighted[1][0] - plain(one_hot=one_hot)[1][0]).max() > 0.01
 
 
-def test_class_weight_multiplies_the_sample_weights(alone):
-    own = np.linspace(0.5, 2.0, ROWS, dtype="float32")
-    of_classes = np.array([WEIGHTS.get(int(label), 1.0) for label in data()[1]], "float32")
-    same(elastic(own, class_weight=WEIGHTS), plain(own * of_classes))
-
-
-def test_class_weight_of_one_fit_is_not_that_of_the_next(alone):
-    model = build()
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH, shuffle=False)
-    other = build(distributed=False)
-    for weights in (WEIGHTS, None, {1: 5.0}):
-        more = {"epochs": state.epoch + 1, "initial_epoch": state.epoch, "class_weight": weights, "verbose": 0}
-        model.fit(dataset, callbacks=[ElasticCallback(state)], **more)
-        other.fit(*data(), batch_size=BATCH, shuffle=False, class_weight=weights, verbose=0)
-        np.testing.assert_allclose(weights_of(model)[0], weights_of(other)[0], rtol=1e-5, atol=1e-6)
-
-
 def weigh_in_a_world():
     hvd.init()
     return elastic(class_weight=WEIGHTS)[1]
@@ -158,10 +139,6 @@ def test_class_weight_on_torch_is_the_same():
 def test_argument_that_keras_would_ignore_is_refused(alone, arguments, names):
     with pytest.raises(UsageError, match=names):
         elastic(shuffled=True, **arguments)
-
-
-def test_arguments_that_say_what_the_dataset_says_are_accepted(alone):
-    same(elastic(batch_size=BATCH, shuffle=False, steps_per_epoch=ROWS // BATCH), plain())
 
 
 def test_validation_has_its_epochs_after_a_resume_too(alone):
@@ -270,55 +247,6 @@ def test_validation_on_other_data_leaves_the_progress_alone(alone):
 
 
 FEW, MANY = 12, 20  # rows of the two datasets, in batches of 4
-
-
-class Seen(keras.layers.Layer):
-    """Counts how often each row, which the first column numbers, is trained by this worker."""
-
-    def build(self, shape):
-        self.rows = self.add_weight(shape=(FEW + MANY,), initializer="zeros", trainable=False, name="rows")
-
-    def call(self, inputs, training=False):
-        if training:
-            numbers = keras.ops.cast(inputs[:, 0], "int32")
-            self.rows.assign(self.rows + keras.ops.sum(keras.ops.one_hot(numbers, FEW + MANY), axis=0))
-        return inputs / (FEW + MANY)
-
-
-def train_two_phases(dies):
-    """Train one dataset for two epochs, then another one for two; a worker in `dies` ends at that step of the state."""
-    hvd.init()
-    keras.utils.set_random_seed(1)
-    seen = Seen()
-    model = keras.Sequential([keras.layers.Input((1,)), seen, keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    state = KerasState(model, batch=0, epoch=0)
-    numbers = np.arange(FEW + MANY, dtype="float32").reshape(-1, 1)
-    few = ElasticDataset(numbers[:FEW], numbers[:FEW], state=state, batch_size=4)
-    many = ElasticDataset(numbers[FEW:], numbers[FEW:], state=state, batch_size=4)
-
-    class Dies(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if dies.get(link().worker) == (state.epoch, state.batch):
-                die()
-
-    @hvd.elastic.run
-    def loop(state):
-        for dataset, epochs in ((few, 2), (many, 4)):
-            callbacks = [ElasticCallback(state), Dies()]
-            model.fit(dataset, initial_epoch=state.epoch, epochs=epochs, callbacks=callbacks, verbose=0)
-
-    loop(state)
-    rows = hvd.allreduce(keras.ops.convert_to_tensor(seen.rows), op=hvd.Sum)
-    return [round(float(value)) for value in keras.ops.convert_to_numpy(rows)], weights_of(model), state.progress
-
-
-def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
-    quiet = together(train_two_phases, {}, count=3)
-    assert quiet[0][0] == [2] * (FEW + MANY)
-    (survivor,) = together(train_two_phases, {1: (1, 2), 2: (3, 1)}, count=3, left=1)
-    assert survivor[2] == quiet[0][2] == 2 * (FEW + MANY) // 4
-    np.testing.assert_allclose(survivor[1][0], quiet[0][1][0], rtol=1e-4)
 
 
 # --- which rows a member takes, and their tensors -----------------------------------------------------

@@ -12,11 +12,8 @@ import spark_elastic.torch as hvd
 from spark_elastic import clock
 from spark_elastic.elastic.digest import digest
 from spark_elastic.elastic.handlers import TensorSpec
-from spark_elastic.elastic.loop import Entry, elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.membership.topology import StateVersion
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
-from tests.unit.test_state import ScriptedFrontend
 from tests.unit.torch.test_collectives import together
 from tests.unit.worlds import WorldDriver
 
@@ -74,36 +71,6 @@ def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
     state.restore()
     assert values(model) == before
     assert not optimizer.state
-
-
-def test_step_that_fails_after_a_check_is_repeated_with_the_buffers_and_records_of_the_check(alone):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    sampler = hvd.elastic.ElasticSampler(range(100))
-    state = TorchState(model, optimizer, sampler=sampler, batch=0)
-    failing = [5]
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append((state.batch, sampler.processed_num, int(model[1].num_batches_tracked), state.progress))
-        while state.batch < 8:
-            optimizer.zero_grad()
-            model(torch.ones(4, 3)).square().mean().backward()
-            sampler.record_batch(0, 4)  # before the step, as Horovod's example does
-            if state.batch in failing:
-                failing.clear()
-                raise HorovodInternalError("a peer is gone")
-            optimizer.step()
-            state.batch += 1
-            if state.batch == 2:
-                state.commit()
-            else:
-                state.check_host_updates()
-        return sampler.processed_num
-
-    assert loop(state) == 32
-    assert entered == [(0, 0, 0, 0), (5, 20, 5, 5)]
 
 
 class Counter:
@@ -299,29 +266,6 @@ def test_gradients_of_the_world_before_are_not_added_to(alone):
     assert loop(state) is None
 
 
-def test_a_commit_is_a_snapshot_whatever_changes_the_tensors_afterwards(alone):
-    model, average = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, average=average, n=0)
-    seen = []
-
-    @hvd.elastic.run
-    def loop(state):
-        seen.append((values(model), values(average), state.n, state.version))
-        if len(seen) == 1:
-            stepped(model, optimizer)
-            state.n += 1
-            average.weight.data.mul_(3.0)
-            state.commit()
-            seen[0] = values(model), values(average), state.n, state.version
-            average.weight.data.mul_(3.0)
-            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-            raise HorovodInternalError("a collective of the loop's own")
-
-    loop(state)
-    assert seen[1] == seen[0]
-
-
 def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone):
     state = TorchState(torch.nn.Linear(1, 1), n=0)
     versions = []
@@ -339,35 +283,6 @@ def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone
     loop(state)
     assert versions[2] == versions[1]
     assert state.progress == 3
-
-
-@pytest.mark.parametrize("change", ["no_grad", "none"])
-def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(alone, change):
-    model, average = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(average.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, average=average, n=0)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append(state.n)
-        while state.n < 6:
-            if change == "no_grad":
-                with torch.no_grad():
-                    average.weight.add_(1)
-            if state.n == 4 and len(entered) == 1:
-                raise HorovodInternalError("a peer is gone")
-            stepped(model, optimizer)
-            state.n += 1
-            if state.n == 2:
-                state.commit()
-            else:
-                state.check_host_updates()
-
-    loop(state)
-    assert entered == ([0, 2] if change == "no_grad" else [0, 4])
-    assert average.weight.item() == (6 if change == "no_grad" else 0)
 
 
 def test_a_loop_that_always_commits_between_backward_and_step_is_refused(alone):
@@ -406,45 +321,6 @@ def test_a_digest_changes_with_any_change_by_training():
     assert digest(moved) == digest(table)
     for small in (torch.tensor(3), torch.tensor([True]), torch.zeros(0), torch.ones(3, dtype=torch.complex64)):
         assert digest(small) == digest(small.clone())
-
-
-def test_a_second_loop_counts_from_zero_when_all_members_come_from_the_first(alone):
-    """Those that had begun it are gone, and who is left has what the loop before has come to."""
-    model = torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, n=0)
-    state.n = 7
-    frontend = ScriptedFrontend(Entry(root=0, version=StateVersion(1, 5), sync=False, moved=True))
-    state._frontend = frontend
-    frontend.loops.enter()
-    versions = []
-
-    def loop(state):
-        versions.append(state.version)
-        stepped(model, optimizer, 2)
-        versions.append(state.version)
-        state.restore()
-
-    elastic_loop(loop, frontend)(state)
-    assert versions == [StateVersion(2), StateVersion(2, 2)]
-    assert (state.n, state.version) == (7, StateVersion(2))
-
-
-def bring_a_strided_element():
-    hvd.init()
-    model = torch.nn.Linear(2, 1, bias=False)
-    model.register_buffer("scale", torch.full((1, 8), float(hvd.rank()))[:, 0])  # one element, of stride 8
-    state = hvd.elastic.TorchState(model=model)
-    hvd.elastic.run(lambda state: None)(state)
-    assert digest(model.scale) == digest(torch.zeros(1))
-    column = torch.zeros(1, 2).t()[:1] + hvd.rank()
-    return model.scale.item(), hvd.allgather(column.t()).tolist()
-
-
-def test_a_single_element_may_have_any_stride():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(bring_a_strided_element, count=2)
-        assert driver.results(2) == [(0.0, [[0.0], [1.0]])] * 2
 
 
 @pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])

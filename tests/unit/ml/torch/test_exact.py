@@ -192,29 +192,6 @@ def test_many_schedules_of_kills_and_arrivals_change_no_bit(sets, tmp_path):
         print(f"schedule {seed} ok", flush=True)
 
 
-def resumed(data: Path, folder: Path, variant: str, name: str) -> str:
-    return outcome(data, folder, variant, 4, resume_from=name)
-
-
-def test_resume_with_another_number_of_workers_changes_no_bit(sets, tmp_path, caplog):
-    variant = next(iter(VARIANTS))
-    expected = alone(sets, tmp_path / "whole", variant, 4)
-    checkpoints = Checkpoints(trainings.Store.create(tmp_path / "whole").sub(CHECKPOINTS))
-    first = checkpoints.complete()[0]
-    assert first.epoch == 1
-    assert together(resumed, sets, tmp_path / "whole", variant, first.name, count=3) == [expected] * 3
-
-
-def test_resume_with_other_threads_is_a_warning_and_with_other_shards_an_error(sets, tmp_path, caplog):
-    variant = next(iter(VARIANTS))
-    alone(sets, tmp_path, variant, 4)
-    name = Checkpoints(trainings.Store.create(tmp_path).sub(CHECKPOINTS)).complete()[0].name
-    with pytest.raises(Exception, match="virtual_workers=4, but virtual_workers is 2"):
-        alone(sets, tmp_path, variant, 2, resume_from=name)
-    alone(sets, tmp_path, variant, 4, resume_from=name, num_threads=2)
-    assert "threads is 2, and was 1" in caplog.text
-
-
 # --- the estimator ------------------------------------------------------------------------------------
 
 
