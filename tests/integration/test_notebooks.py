@@ -73,18 +73,6 @@ def test_the_twin_says_nothing_of_the_machine_that_made_it(path):
     assert twin.stat().st_size < 300_000
 
 
-def test_a_twin_that_another_version_has_executed_is_found(tmp_path, monkeypatch):
-    path = tmp_path / "08_new.py"
-    notebook = notebooks.notebook_of("# Databricks notebook source\nprint(1)\n")
-    nbformat.write(notebook, notebooks.twin_of(path))
-    assert notebooks.outdated(path) == "08_new.ipynb does not say what it was executed with"
-    notebook.metadata[notebooks.RECORD] = notebooks.executed_with()
-    nbformat.write(notebook, notebooks.twin_of(path))
-    assert notebooks.outdated(path) is None
-    monkeypatch.setattr(notebooks.spark_elastic, "__version__", "9.8.7")
-    assert notebooks.outdated(path).endswith(", now 9.8.7")
-
-
 def shown(notebook: nbformat.NotebookNode) -> str:
     """All that its cells have printed, as text."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

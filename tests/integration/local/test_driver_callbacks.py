@@ -60,36 +60,6 @@ def test_each_epoch_is_reported_once_although_rank_0_is_killed_while_it_asks(row
     assert "checkpoint_dir" not in run.settings
 
 
-class Pruned(Exception):
-    pass
-
-
-@pytest.mark.nightly
-def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
-    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
-    with pytest.raises(Pruned):
-        estimator(RaisingAt(2), **durable).from_dataset_path(rows)
-    again = Watch()
-    model = estimator(again, **durable).from_dataset_path(rows)
-    assert again.runs[0].resumed
-    first = again.rows[0]["epoch"]
-    assert 0 < first <= 2
-    assert [row["epoch"] for row in again.rows] == list(range(first, 4))
-    assert len(model.history) == 4
-    assert again.results[0].history == model.history
-
-
-class RaisingAt(Watch):
-    def __init__(self, epoch: int) -> None:
-        super().__init__()
-        self.epoch = epoch
-
-    def on_epoch_end(self, row: Any) -> Any:
-        super().on_epoch_end(row)
-        if row["epoch"] == self.epoch:
-            raise Pruned
-
-
 class Slow(Watch):
     """Does not return from its first epoch until the training is over."""
 

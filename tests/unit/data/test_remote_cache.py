@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,12 +20,10 @@ from spark_elastic.data import remote_cache
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
-from spark_elastic.data.reader import least_cache_of_reader
 from spark_elastic.data.remote_cache import CachedSplit
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
-from tests.integration.processes import wait_until
 from tests.leftovers import Before, nothing_left
 from tests.unit.data.datasets import labels, numbered
 
@@ -144,34 +140,6 @@ def test_cache_keeps_its_limit_as_shards_come_and_go(tmp_path):
     assert far.read_bytes > dataset.manifest.nbytes("train"), "the second epoch fetches again what was deleted"
 
 
-@pytest.mark.parametrize("batch_size", [100, 2048])
-def test_workers_of_a_host_that_read_in_the_order_of_the_files_fit_into_the_least(batch_size, tmp_path, monkeypatch):
-    """The second worker is as far ahead as its read-ahead allows whenever the first one, which has none, needs rows."""
-    rows = 64 * 1024
-    values = {"label": np.arange(rows), "pad": np.zeros((rows, 254), np.float32)}
-    pack(values, tmp_path / "set", shards=64)  # 1 MiB each
-    _, dataset = remote(tmp_path / "set")
-    limit = {"batch_size": batch_size, "shuffle": False}
-    least = least_cache_of_reader(dataset, "train", **limit)
-    assert least < dataset.manifest.nbytes("train")
-    monkeypatch.setattr(remote_cache, "ROOM_TIMEOUT_S", -1.0)  # a fetch without room fails at once
-    options = {**limit, "size": 2, "cache_dir": tmp_path / "cache", "cache_bytes": least}
-    with dataset.reader(rank=0, prefetch=0, **options) as slow, dataset.reader(rank=1, **options) as fast:
-        seen = []
-        first, second = slow.epoch(0), fast.epoch(0)
-        for ahead in second:
-            until_nothing_is_gathered(fast)
-            seen += [*next(first)["label"].tolist(), *ahead["label"].tolist()]
-        assert next(first, None) is None
-    assert sorted(seen) == list(range(rows))
-
-
-def until_nothing_is_gathered(reader):
-    """Wait until a reader has gathered as many groups as it keeps ready."""
-    for running in list(reader._running):
-        wait_until(lambda each=running: each._ready.qsize() >= each.depth or not each._thread.is_alive(), 60, "full")
-
-
 def test_shard_in_use_is_not_deleted_and_the_reader_says_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_cache, "ROOM_TIMEOUT_S", 0.0)
     numbered(tmp_path / "set", [1024, 1024])  # 24 KiB each
@@ -200,30 +168,6 @@ def test_disk_without_room_for_the_shards_is_named_at_the_start(tmp_path, monkey
         dataset.reader(batch_size=10, cache_dir=tmp_path / "cache")
 
 
-def test_shards_unread_for_days_are_deleted_unless_held(tmp_path):
-    cache = tmp_path / "cache"
-    numbered(tmp_path / "set", [1024, 1024, 1024])
-    _, dataset = remote(tmp_path / "set")
-    split = opened(dataset, cache)
-    for rows, keep in (((0, 1), False), ((1024, 1025), True), ((2048, 2049), False)):
-        request = split.request([rows])
-        split.wait(request, Future())
-        if not keep:
-            split.release(request)
-    old, read, _ = (files[0].path for files in split._files)
-    notes = cache / "notes.shard"
-    notes.touch()
-    dead = old.with_suffix(".partial")
-    dead.write_bytes(b"of a process that was killed")
-    for path in (old, read, notes, dead):
-        os.utime(path, (0, path.stat().st_mtime))
-    opened(dataset, cache).close()
-    assert not old.exists()
-    assert not dead.exists()
-    assert len(list(cache.glob("*.shard"))) == 3
-    split.close()
-
-
 @pytest.mark.parametrize("damage", ["written", "cut off", "partial"])
 def test_damaged_copy_is_fetched_again(tmp_path, damage):
     numbered(tmp_path / "set", [40_000])
@@ -244,23 +188,6 @@ def test_damaged_copy_is_fetched_again(tmp_path, damage):
         assert labels(reader.epoch(0)) == expected
     assert far.read_bytes == 2 * before
     assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_damage_in_rows_that_a_rank_does_not_read_is_refused_by_it_too(tmp_path):
-    numbered(tmp_path / "set", [40_000])
-    with (tmp_path / "set" / "0.rows").open("r+b") as file:
-        file.seek(24 * 20_000)
-        file.write(b"another")
-    _, dataset = remote(tmp_path / "set")
-    windows = WindowSettings(4, 50, 200)
-    for rank in range(4):
-        options = {"rank": rank, "size": 4, "order": "lanes", "lanes": windows, "cache_dir": tmp_path / str(rank)}
-        with (
-            dataset.reader(batch_size=8, **options) as reader,
-            pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
-        ):
-            next(reader.epoch(0))
-        assert [path.name for path in (tmp_path / str(rank)).iterdir()] == ["lock"], "nothing of it is kept"
 
 
 READ = """
@@ -364,16 +291,3 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
             with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
                 next(reader.epoch(0))
                 assert before.threads()
-
-
-def test_shuffle_of_more_shards_than_files_may_be_open_raises_that_limit(tmp_path):
-    numbered(tmp_path / "set", [5] * 90)
-    _, dataset = remote(tmp_path / "set")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
-    try:
-        with dataset.reader(batch_size=450, cache_dir=tmp_path / "cache") as reader:
-            (batch,) = labels(reader.epoch(0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert sorted(batch) == list(range(450))

@@ -6,14 +6,11 @@ import time
 
 import pytest
 
-from spark_elastic.driver import rendezvous_server
-from spark_elastic.driver.admission import RefusalLog, most_handshakes
+from spark_elastic.driver.admission import most_handshakes
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.membership.ranking import ranked
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import new_key
 
 LIMIT = 64
@@ -143,30 +140,6 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     inbox.wait_for("message", wire.KvValues(77, (1, 2), b"xyz"))
 
 
-def a_world(round, workers, hosts=2):
-    members = ranked((worker, Place(f"10.0.0.{worker % hosts}", "1", worker)) for worker in workers)
-    return wire.WorldAssigned(World(round, members, 0, None, True), tuple(each.place.host for each in members))
-
-
-def test_world_is_encoded_once_for_all_members(served, monkeypatch):
-    encoded = []
-
-    def counting(message):
-        encoded.append(type(message))
-        return encode(message)
-
-    monkeypatch.setattr(rendezvous_server, "encode", counting)
-    served.listener.expected |= set(range(1, 41))
-    inboxes = {worker: served.client(wire.WorkerHello(worker, 1))[1] for worker in range(1, 41)}
-    for worker in inboxes:
-        served.listener.wait_for("worker_said", worker)
-    first = a_world(1, range(1, 41))
-    served.call(served.server.publish, first)
-    for inbox in inboxes.values():
-        inbox.wait_for("message", first)
-    assert encoded.count(wire.WorldAssigned) == 1
-
-
 @pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5, 1)])
 def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
@@ -251,35 +224,6 @@ def is_closed(sock):
         return sock.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
-    inboxes = []
-
-    def join():
-        inboxes.append(served.client(HELLO)[1])
-
-    threads = [threading.Thread(target=join) for _ in range(2 * LIMIT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(inboxes) == 2 * LIMIT
-    for inbox in inboxes:
-        inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
-
-
-def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
-    async def refuse():
-        log = RefusalLog()
-        for size in range(10_000):
-            log.add(f"a frame of {size} bytes was announced", "10.0.0.1")
-        log.close()
-
-    asyncio.run(refuse())
-    assert sum(map(len, caplog.messages)) < 3000
-    assert "refused 9999 connections" in caplog.messages[-1]
-    assert "9983: other reasons" in caplog.messages[-1]
 
 
 def test_closing_the_server_closes_every_connection(served):

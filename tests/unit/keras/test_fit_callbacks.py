@@ -10,7 +10,7 @@ import keras
 import pytest
 
 import spark_elastic.keras as hvd
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
+from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
 from tests.unit.keras.test_keras_state import Plain, numbers
@@ -218,97 +218,6 @@ def test_a_fit_stopped_by_a_callback_is_not_resumed(alone):
     assert state.epoch == 3
     assert [history.epoch for history in histories] == [[0, 1, 2]] * 2
     assert int(model.optimizer.iterations) == 3 * BATCHES + 2 * -(-90 // 32)
-
-
-@pytest.mark.parametrize(("counted_by", "lost"), [("fit", [2, 2]), ("fit", [0]), ("loop", [1])])
-def test_code_between_fit_and_commit_runs_again_after_a_loss_there(alone, counted_by, lost):
-    """One `fit` an epoch, whose loss is noted after it; `lost`: collectives of the code fail so often."""
-    model = small()
-    state = KerasState(model, batch=0, epoch=0, noted=[])
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    to_come = list(lost)  # not kept by the state
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.epoch < 3:
-            if counted_by == "fit":
-                own = [ElasticCallback(state)]
-                history = model.fit(
-                    dataset, initial_epoch=state.epoch, epochs=state.epoch + 1, verbose=0, callbacks=own
-                )
-            else:
-                own = [hvd.elastic.CommitStateCallback(state)]
-                history = model.fit(*data(), batch_size=BATCH, epochs=1, verbose=0, callbacks=own)
-            state.noted.append(len(history.history["loss"]))
-            if to_come and to_come[0] == len(state.noted) - 1:
-                to_come.pop(0)
-                raise HorovodInternalError("a collective in a validation of one's own")
-            if counted_by == "loop":
-                state.epoch += 1
-            state.commit()
-
-    loop(state)
-    assert not to_come
-    assert (state.noted, state.epoch, state.batch) == ([1] * 3, 3, 0)
-    assert int(model.optimizer.iterations) == 3 * -(-len(data()[0]) // BATCH)
-
-
-class LeavesOnce(keras.callbacks.Callback):
-    """Has the loop be left once in the second epoch: by a loss or for the next world, within it or at its end."""
-
-    def __init__(self, state, how, at):
-        super().__init__()
-        self.state, self.at = state, at
-        self.to_come = iter([how])  # an iterator is not restored after a loss
-
-    def leave(self, at):
-        if self.at == at and self.state.epoch == 1:
-            how = next(self.to_come, None)
-            if how == "loss":
-                raise HorovodInternalError("a collective of this callback's own")
-            if how == "change":
-                leaves(self.state)
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.state.batch == 4:
-            self.leave("batch")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.leave("epoch")
-
-
-def trained_with(callbacks, how, at, epochs=4):
-    """Return the History of a `fit` with callbacks that are made anew in each call of the loop, which is left once."""
-    model, state, dataset = ready()
-    once = LeavesOnce(state, how, at)
-
-    @hvd.elastic.run
-    def loop(state):
-        own = [once, ElasticCallback(state), *callbacks(model)]
-        return model.fit(dataset, initial_epoch=state.epoch, epochs=epochs, verbose=0, callbacks=own)
-
-    history = loop(state)
-    assert next(once.to_come, None) is None
-    return history
-
-
-LEFT = [("loss", "batch"), ("loss", "epoch"), ("change", "batch"), ("change", "epoch")]
-
-
-class ShrinksEachBatch(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.optimizer.learning_rate *= 0.99
-
-
-@pytest.mark.parametrize("within_epochs", [False, True])
-@pytest.mark.parametrize(("how", "at"), LEFT)
-def test_a_rate_that_an_epoch_begins_with_decays_once_an_epoch(alone, how, at, within_epochs):
-    def callbacks(model):
-        return [decays(), ShrinksEachBatch()] if within_epochs else [decays()]
-
-    plain = small().fit(*data(), batch_size=BATCH, shuffle=False, epochs=4, verbose=0, callbacks=callbacks(None))
-    elastic = trained_with(callbacks, how, at)
-    assert elastic.history["learning_rate"] == pytest.approx(plain.history["learning_rate"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])

@@ -159,28 +159,6 @@ def trained(model):
     return model.trainable_variables[0].numpy().reshape(-1).tolist()
 
 
-def counts_by_its_optimizer():
-    model, optimizer, step = counter_of_batches()
-    state = hvd.elastic.TensorFlowState(model.trainable_variables, trains=optimizer)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append(int(optimizer.iterations))
-        while optimizer.iterations < STEPS:
-            if link().worker == 2 and optimizer.iterations == 5:
-                die()
-            step(tf.constant(int(optimizer.iterations)))
-            state.check_host_updates()
-        return trained(model)
-
-    return loop(state), entered
-
-
-def test_a_state_without_plain_values_resumes_at_its_mark():
-    assert together(counts_by_its_optimizer, count=3, left=2) == [([1.0] * STEPS, [0, 5])] * 2
-
-
 def fits_and_steps(dies, before, in_fit):
     """Four batches by `fit`, then four by steps of its own, three times."""
     import spark_elastic.keras as hk
@@ -230,31 +208,3 @@ def test_steps_between_two_calls_of_fit_are_followed_like_a_users_own_loop(dies,
     for result, entered in together(fits_and_steps, dies, before, in_fit, count=3, left=2):
         assert result == ([1.0] * 24, list(range(12)))
         assert entered == [0, at]
-
-
-def changes_running_values():
-    """A variable of the model that is not trained is changed after the step, and a check follows."""
-    model, optimizer, step = counter_of_batches()
-    norm = keras.layers.BatchNormalization(center=False, scale=False)
-    other = keras.Sequential([keras.layers.Input((1,)), norm])
-    running = other.non_trainable_variables[0]
-    state = hvd.elastic.TensorFlowKerasState(model, optimizer, other=other, batch=0)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append(state.batch)
-        while state.batch < STEPS:
-            if link().worker == 2 and state.batch == 5:
-                die()
-            step(tf.constant(state.batch))
-            running.assign_add([1.0])
-            state.batch += 1
-            state.check_host_updates()
-        return trained(model), running.numpy().tolist(), entered
-
-    return loop(state)
-
-
-def test_changes_after_the_step_survive_a_check():
-    assert together(changes_running_values, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.elastic import call_stack
-from spark_elastic.errors import DataError, UserFunctionError
 from spark_elastic.task.user_frames import format_error
 
 
@@ -78,54 +77,3 @@ def test_an_error_of_this_package_itself_keeps_its_frames():
     exec(compile("def fault():\n    raise RuntimeError('a bug')\n", OURS, "exec"), names)
     error = error_of(names["fault"])
     assert OURS in format_error(error, all_frames=False)
-
-
-def test_a_long_chain_of_causes_is_described():
-    def retries():
-        last = None
-        for attempt in range(2 * sys.getrecursionlimit()):
-            try:
-                raise ValueError(attempt) from last
-            except ValueError as error:
-                last = error
-        raise last
-
-    text = format_error(error_of(through(OURS, retries)), all_frames=False)
-    assert text.count("direct cause") == 2 * sys.getrecursionlimit() - 1
-    assert OURS not in text
-
-
-def test_an_exception_whose_attributes_raise_keeps_its_traceback():
-    class Closed(Exception):
-        def __getattr__(self, name):
-            raise RuntimeError(name)
-
-    def fails():
-        raise Closed("x")
-
-    text = format_error(error_of(through(OURS, fails)), all_frames=False)
-    assert "in fails" in text
-    assert OURS not in text
-    assert text.endswith("Closed\n")
-
-
-class Own(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (DataError("no rows"), "DataError: no rows"),
-        (ValueError(), "ValueError"),
-        (ValueError("two\nlines \n"), "lines"),
-        (Own("of one's own: "), "Own: of one's own:"),
-    ],
-)
-def test_the_last_line_of_a_traceback_is_not_said_a_second_time(tmp_path, error, line):
-    function = function_in(tmp_path, "def function(error):\n    raise error\n")
-    traceback = format_error(error_of(lambda: function(error)), all_frames=False)
-    raised = UserFunctionError(rank=1, host="h", error_type=type(error).__name__, error=str(error), traceback=traceback)
-    said, _, frames = str(raised).partition("\n\n")
-    assert said.endswith(line)
-    assert frames.rstrip().splitlines()[-1].strip() == "raise error"

@@ -115,58 +115,6 @@ def compare(results, undisturbed):
     assert [result["end"] for result in results] == [result["end"] for result in undisturbed], "states differ"
 
 
-def steps_across_a_join(first_used_in: int):
-    """Train an embedding of sparse gradients and two layers across a join.
-
-    Args:
-        first_used_in: the step from which on, on rank 0, the second layer is used.
-    """
-    hvd.init()
-    torch.manual_seed(0)
-    table = torch.nn.Embedding(8, WIDTH, sparse=True)
-    layer, late = torch.nn.Linear(WIDTH, 2), torch.nn.Linear(WIDTH, 2)
-    model = torch.nn.ModuleList([table, layer, late])
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    sparse: list[bool] = []
-
-    @hvd.elastic.run
-    def loop(state):
-        tell("in loop")
-        while state.step < STEPS:
-            while state.step == JOIN_AT and hvd.size() == 2:
-                state.check_host_updates()
-                time.sleep(0.001)
-            optimizer.zero_grad()
-            rows = table(torch.tensor([hvd.rank(), state.step]))
-            loss = layer(rows).square().sum()
-            if hvd.rank() == 0 and state.step >= first_used_in:
-                loss = loss + late(rows).sum()
-            loss.backward()
-            sparse.append(table.weight.grad.is_sparse)
-            optimizer.step()
-            state.step += 1
-            state.check_host_updates()
-
-    loop(state)
-    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
-    return {"sparse": sparse, "weights": hashlib.sha256(weights).hexdigest()}
-
-
-@pytest.mark.parametrize("first_used_in", [0, JOIN_AT + 2])
-def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(steps_across_a_join, first_used_in, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
-        driver.start(steps_across_a_join, first_used_in)
-        results = driver.results(3)
-    assert len({result["weights"] for result in results}) == 1
-    assert all(all(result["sparse"]) for result in results)
-    of_newcomer, *of_others = sorted(len(result["sparse"]) for result in results)
-    assert of_others == [STEPS, STEPS]
-    assert STEPS - JOIN_AT <= of_newcomer < STEPS  # on a busy machine it comes before the others wait for it
-
-
 def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_past_a_loss, count=2)

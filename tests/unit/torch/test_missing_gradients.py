@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
-from spark_elastic.collective.reduction import Compressor
 from tests.unit.torch.test_collectives import together
 
 STEPS = 5
@@ -71,18 +69,6 @@ def then_nothing(step: int, rank: int, size: int) -> str:
 
 def each_pass_another(step: int, rank: int, size: int) -> str:
     return "abc"[(step + rank) % 2]
-
-
-class Coarse(Compressor):
-    """A user's compressor that leaves nothing of a 1."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor / 1e4).round(), None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor * 1e4
 
 
 PATTERNS = (never, on_the_last_rank, in_turns, then_nothing)
@@ -171,19 +157,6 @@ def test_parameters_without_a_gradient_are_trained_as_in_one_process(count):
         assert found == []
 
 
-def of_own_compressor() -> list[Any]:
-    hvd.init()
-    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), compression=Coarse, op=hvd.Sum)
-    ((params[0] + (params[1] if hvd.rank() else 0)) * 1e6).sum().backward()
-    optimizer.step()
-    return [None if param.grad is None else param.grad.tolist() for param in params]
-
-
-def test_users_compressors_do_not_touch_what_goes_with_the_gradients():
-    assert together(of_own_compressor, 2) == [[[2e6] * 2, [1e6] * 2, None]] * 2
-
-
 def with_infinities() -> list[Any]:
     hvd.init()
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
@@ -195,28 +168,6 @@ def with_infinities() -> list[Any]:
 
 def test_gradients_that_are_not_finite_give_no_others_a_gradient():
     assert together(with_infinities, 2) == [["[nan, nan]", "[inf, inf]", None]] * 2
-
-
-def sparse_without_entries() -> list[Any]:
-    """One rank looks up nothing, which is a gradient without entries."""
-    hvd.init()
-    out = []
-    for looked_up in ([], [1]):
-        table, other = (torch.nn.Embedding(4, 2, sparse=True) for _ in range(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, other.weight], lr=1.0), op=hvd.Sum)
-        (table(torch.tensor([0])) + other(torch.tensor([0]))).sum().backward()  # shows which are sparse
-        optimizer.step()
-        optimizer.zero_grad()
-        if hvd.rank():
-            table(torch.tensor(looked_up, dtype=torch.int64)).sum().backward()
-        optimizer.step()
-        assert other.weight.grad is None
-        out.append((table.weight.grad.is_sparse, table.weight.grad.coalesce().indices().tolist()))
-    return out
-
-
-def test_sparse_gradients_without_entries_are_gradients():
-    assert together(sparse_without_entries, 2) == [[(True, [[]]), (True, [[1]])]] * 2
 
 
 def of_passes_without_rows() -> list[Any]:
@@ -232,65 +183,3 @@ def of_passes_without_rows() -> list[Any]:
 
 def test_passes_without_rows_leave_no_gradients():
     assert together(of_passes_without_rows, 2) == [[[0.5, 0.5], None]] * 2
-
-
-def tables(ranks: Sequence[int], make: Callable[[Any], Any]) -> list[torch.Tensor]:
-    """Train two tables, of which the second one is first used in the second step, by one rank."""
-    torch.manual_seed(0)
-    first, second = (torch.nn.Embedding(5, 2, sparse=True).double() for _ in range(2))
-    optimizer = make(torch.optim.SparseAdam([first.weight, second.weight], lr=0.1))  # which refuses dense gradients
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in ranks:
-            loss = first(torch.tensor([rank, step])).square().sum()
-            if step and rank == 1:
-                loss = loss + second(torch.tensor([step, 0])).square().sum()
-            loss.backward()
-        optimizer.step()
-    return [first.weight.detach(), second.weight.detach()]
-
-
-def of_tables() -> list[bool]:
-    hvd.init()
-    found = []
-    for dense in (False, True):
-        make = partial(hvd.DistributedOptimizer, op=hvd.Sum, sparse_as_dense=dense)
-        ours = tables([hvd.rank()], make)
-        theirs = tables(range(hvd.size()), lambda plain: plain)
-        found += [torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True)]
-    return found
-
-
-def test_sparse_gradients_may_appear_in_a_later_step():
-    assert together(of_tables, 2) == [[True] * 4] * 2
-
-
-def normalised(kind: Any, ranks: Sequence[int], make: Callable[[Any], Any]) -> torch.Tensor:
-    """Train a head of more than one bucket, behind batch normalisation, which rank 0 alone uses."""
-    torch.manual_seed(0)
-    enter, norm, head = torch.nn.Linear(3, 600), kind(600), torch.nn.Linear(600, 600)
-    model = torch.nn.ModuleList([enter, norm, head]).double()
-    optimizer = make(torch.optim.SGD(model.parameters(), lr=1e-5))
-    for step in range(3):
-        optimizer.zero_grad()
-        rows = torch.cat(
-            [torch.randn(4, 3, generator=torch.Generator().manual_seed(9 * step + each)) for each in ranks]
-        )
-        hidden = norm(enter(rows.double()))
-        loss = hidden.pow(3).sum()
-        if step == 0 or 0 in ranks:
-            loss = loss + head(hidden if step == 0 else hidden[:4]).square().sum()
-        loss.backward()
-        optimizer.step()
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def with_statistics() -> bool:
-    hvd.init()
-    ours = normalised(hvd.SyncBatchNorm, [hvd.rank()], partial(hvd.DistributedOptimizer, op=hvd.Sum))
-    theirs = normalised(torch.nn.BatchNorm1d, range(hvd.size()), lambda plain: plain)
-    return torch.allclose(ours, theirs)
-
-
-def test_gradients_wait_for_the_statistics_that_all_ranks_take():
-    assert together(with_statistics, 2) == [True, True]

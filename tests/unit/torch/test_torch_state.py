@@ -11,7 +11,6 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic import clock
 from spark_elastic.elastic.digest import digest
-from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
 from tests.unit.torch.test_collectives import together
@@ -95,64 +94,6 @@ def test_the_registry_can_be_extended(alone):
         assert state.counter.value == 3
     finally:
         get_handler_registry().pop(0)
-
-
-class HorovodsHandler(StateHandler):
-    def save(self):
-        self.saved = self.value.value
-
-    def restore(self):
-        self.value.value = self.saved
-
-    def sync(self):
-        self.value.value = hvd.broadcast_object(self.value.value)
-
-
-class TensorHandler(StateHandler):
-    """The value is a tensor of one element."""
-
-    def layout(self):
-        return [TensorSpec("value", (), torch.float32, True)]
-
-    def tensors(self, layout):
-        if not isinstance(self.value.value, torch.Tensor):
-            self.value.value = torch.tensor(float(self.value.value))
-        return [self.value.value]
-
-
-@pytest.mark.parametrize(("commit_every", "checks"), [(1, False), (3, True), (3, False)])
-@pytest.mark.parametrize("kind", [CounterHandler, HorovodsHandler, TensorHandler])
-def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, commit_every, checks):
-    register_handler(Counter, kind)
-    try:
-        model = torch.nn.Linear(3, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        state = TorchState(model, optimizer, n=0, counter=Counter(0))
-    finally:
-        get_handler_registry().pop(0)
-    reduce, calls = optimizer._reducer._complete, []
-
-    def finish():
-        calls.append(1)
-        if len(calls) == 5:
-            raise HorovodInternalError("a peer is gone")
-        reduce()
-
-    optimizer._reducer._complete = finish
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.n < 6:
-            state.counter.value += 1
-            stepped(model, optimizer)
-            state.n += 1
-            if state.n % commit_every == 0:
-                state.commit()
-            elif checks:
-                state.check_host_updates()
-
-    loop(state)
-    assert (state.n, int(state.counter.value)) == (6, 6)
 
 
 def synchronised():

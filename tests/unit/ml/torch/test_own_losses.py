@@ -197,30 +197,6 @@ def test_own_function_that_is_right_is_accepted(changes: dict[str, Any], dataset
 # --- pairs of values ---------------------------------------------------------------------------------
 
 
-def with_accuracy(output: torch.Tensor, label: torch.Tensor) -> Any:
-    return unlabelled(output, label), (output.argmax(1) == label).float().mean()
-
-
-def with_distance(output: torch.Tensor, label: torch.Tensor) -> Any:
-    return unlabelled(output, label), output.abs().mean()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"loss": with_accuracy}, InvalidSettingsError, "with_accuracy returned two values, .* Return the loss alone"),
-        ({"loss": with_distance}, DataError, "a denominator, depends on the model's parameters"),
-        ({"train_fn": called(with_accuracy)}, InvalidSettingsError, "train_fn returned two values, .*no denominator"),
-    ],
-)
-@pytest.mark.parametrize("per_worker", [False, True])
-def test_number_beside_the_loss_is_not_taken_for_a_denominator(
-    changes: dict[str, Any], error: Any, said: str, per_worker: bool, dataset: Dataset
-) -> None:
-    with pytest.raises(error, match=f"(?s){said}"):
-        estimator(**{**SCORES, "loss": None, **changes}, loss_is_per_worker=per_worker).from_dataset_path(dataset)
-
-
 def with_hits(output: torch.Tensor, label: torch.Tensor) -> Any:
     return nn.functional.cross_entropy(output, label, reduction="sum"), (output.argmax(1) == label).sum()
 
