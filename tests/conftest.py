@@ -16,16 +16,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # a shell starts what it runs in the background deaf to Ctrl-C, which tests send to themselves and to their programs
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is slow now and then
-hypothesis.settings.load_profile("any machine")
+# a busy machine is slow now and then
+hypothesis.settings.register_profile("day", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("night", deadline=None)
 
 
 def pytest_addoption(parser):
     parser.addoption("--nightly", action="store_true", help="run the tests that are marked nightly, too")
 
 
+def by_night(config):
+    return config.getoption("nightly") or "nightly" in config.getoption("markexpr")
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile("night" if by_night(config) else "day")
+
+
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("nightly") or "nightly" in config.getoption("markexpr"):
+    if by_night(config):
         return
     named = [argument.partition("::") for argument in config.args if "::" in argument]
     named = [((config.invocation_params.dir / path).resolve(), name) for path, _, name in named]

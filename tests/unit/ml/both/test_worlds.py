@@ -27,12 +27,20 @@ KERAS_KILLS = {
     "in a validation": (LAST, ("in a validation", 2)),
     "while the model is written": (FIRST, ("while the model is written", 1)),
 }
+BY_DAY = {"in the backward pass", "when the step has been reduced"}
+
+
+def kill_of(framework, victim, kill, moment):
+    marks = [] if moment in BY_DAY else pytest.mark.nightly
+    return pytest.param(framework, victim, kill, id=f"{framework}-{moment}-worker {victim}", marks=marks)
+
+
 KILLS = [
     *(
-        pytest.param("torch", victim, kill, id=f"torch-{moment}-worker {victim}")
+        kill_of("torch", victim, kill, moment)
         for (moment, kill), victim in zip(TORCH_KILLS.items(), itertools.cycle((FIRST, LAST)))
     ),
-    *(pytest.param("keras", *kill, id=f"keras-{moment}") for moment, kill in KERAS_KILLS.items()),
+    *(kill_of("keras", victim, kill, moment) for moment, (victim, kill) in KERAS_KILLS.items()),
 ]
 
 
