@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from spark_elastic.membership.machine import Membership
+from tests.nightly import by_night
 from tests.simulation.planted_bugs import BUGS, Bug, machine_with
 from tests.simulation.seeds import simulate
 
@@ -14,12 +13,7 @@ CHUNK, LARGE_CHUNK = 250, 20
 SEEDS_FOR_A_BUG = 1000
 
 
-def chunks(seeds: int, size: int) -> list[Any]:
-    """Return the first seed of each part; the first part is run by day."""
-    return [0, *(pytest.param(first, marks=pytest.mark.nightly) for first in range(size, seeds, size))]
-
-
-@pytest.mark.parametrize("first", chunks(2000, CHUNK))
+@pytest.mark.parametrize("first", by_night(range(0, 2000, CHUNK), but=[0]))
 def test_every_invariant_holds_after_every_event(first: int) -> None:
     for seed in range(first, first + CHUNK):
         try:
@@ -28,7 +22,7 @@ def test_every_invariant_holds_after_every_event(first: int) -> None:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("first", chunks(60, LARGE_CHUNK))
+@pytest.mark.parametrize("first", by_night(range(0, 60, LARGE_CHUNK), but=[0]))
 def test_every_invariant_holds_with_many_workers(first: int) -> None:
     for seed in range(first, first + LARGE_CHUNK):
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import spark_elastic
+from tests.nightly import by_night
 from tests.simulation.planted_bugs import Bug
 
 PACKAGE = Path(spark_elastic.__file__).parent
@@ -100,7 +101,7 @@ def first_difference(package_in: Path, env: dict[str, str], loops: str, first: i
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, 8), pytest.param(9, 25, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("first", "last"), by_night([(1, 8), (9, 25)], but=[(1, 8)]))
 @pytest.mark.parametrize("loops", LOOPS)
 def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed(loops, first, last):
     assert first_difference(ROOT, {}, loops, first, last) == ""

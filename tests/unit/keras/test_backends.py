@@ -69,6 +69,7 @@ def in_a_process(code, backend, **more):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.nightly
 def test_keras_on_torch_survives_a_loss_and_synchronises_batch_statistics(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """

@@ -19,6 +19,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from tests.nightly import by_night
 from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.torch import trainings
@@ -150,7 +151,7 @@ def sets(tmp_path_factory: Any) -> Path:
     return folder / "set"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_night(VARIANTS, but=list(VARIANTS)[:2]))
 def test_number_of_workers_changes_no_bit(variant, sets, tmp_path):
     virtual = 5 if "windows" in variant else 4
     expected = alone(sets, tmp_path / "1", variant, virtual)
@@ -177,7 +178,7 @@ def storm(seed: int, sets: Path, folder: Path, expected: dict[tuple[str, int], s
             assert result == expected[kind], f"schedule {seed}"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_night(range(3), but=[0]))
 def test_kills_and_arrivals_change_no_bit(seed, sets, tmp_path):
     storm(seed, sets, tmp_path, {})
 
