@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import psutil
 import pytest
 
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
-from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
+from spark_elastic.driver.spark.launcher import SparkLauncher
 from spark_elastic.errors import NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
 from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, shared_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 from tests.leftovers import Before, nothing_left
 
 pytestmark = pytest.mark.cluster
@@ -63,14 +62,6 @@ def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_be
         launcher.launch(0)
         pids.append(int(ends.wait_for(count)[-1][2].result))
     assert len(set(pids) - others) == (2 if apart else 0)
-
-
-@pytest.mark.parametrize(
-    ("version", "kills"),
-    [("3.5.3", True), ("4.0.0", True), ("4.2.0.dev1", True), ("4.3.0", False), ("4.10.1", False), ("5.0", False)],
-)
-def test_versions_of_spark_that_may_kill_reused_workers_are_known(version, kills):
-    assert kills_reused_workers(version) is kills
 
 
 @pytest.mark.parametrize(
@@ -166,17 +157,6 @@ def test_probe_reports_the_driver_as_executor(cluster):
     assert probe.reports[0].addresses["lo"][0] == "127.0.0.1"
 
 
-def fails():
-    raise RuntimeError("a task of a probe has run")
-
-
-def test_free_slots_of_the_same_executors_are_not_probed_again(cluster):
-    found = SparkHostDiscovery(cluster.sc, slot_report).probe(4, 30.0)
-    wait_until(lambda: SparkHostDiscovery(cluster.sc, fails).slots_free() == 4, WAIT_S, "all slots are free")
-    assert SparkHostDiscovery(cluster.sc, fails).probe(4, 30.0) == found
-    assert SparkHostDiscovery(cluster.sc, fails).probe(2, 30.0).reports == found.reports[:2]
-
-
 class MayGrow(SparkHostDiscovery):
     """Of a cluster that other executors may join."""
 
@@ -217,23 +197,3 @@ def test_preflight_names_a_captured_spark_session(cluster):
     session = cluster.spark
     with pytest.raises(NotPicklableError, match="session"):
         pickled(lambda: session.range(3))
-
-
-def broadcasts(cluster) -> list[str]:
-    return [path.name for path in Path(cluster.sc._temp_dir).iterdir()]
-
-
-def test_what_all_slots_share_is_in_one_file_until_the_launcher_closes(cluster):
-    before = Before()
-    files, ends = broadcasts(cluster), Ends()
-    launcher = SparkLauncher(
-        cluster.sc, shared_agent, lambda slot: b"", ends, shared=bytes(3_000_000), description="test"
-    )
-    for slot in range(3):
-        launcher.launch(slot)
-    wait_until(lambda: len(ends.seen) == 3, WAIT_S, "three ends")
-    assert [outcome.result for _, _, outcome, _ in ends.seen] == [b"3000000"] * 3
-    assert len(broadcasts(cluster)) == len(files) + 1
-    launcher.close(WAIT_S)
-    assert broadcasts(cluster) == files
-    before.assert_no_threads_left()

@@ -257,35 +257,3 @@ def test_attached_scalars_are_summed_exactly():
 
 def test_attached_scalars_are_unchanged_in_a_world_of_one(alone):
     assert carried(torch.float32, "none", False)[3] == [1, 1e6 + 3, 0.5]
-
-
-def steps_without_a_backward_pass(rank_without: int, optimizers: int, unused: bool) -> bool:
-    """Train an embedding and a layer; one rank computes nothing in the first step. True: all ranks end alike."""
-    torch.manual_seed(0)
-    table, layer = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 2)
-    dense = [*layer.parameters(), *([torch.nn.Parameter(torch.ones(2))] if unused else [])]
-    if optimizers == 2:
-        inner = [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(list(table.parameters()))]
-    else:
-        inner = [torch.optim.SGD([*dense, *table.parameters()], lr=0.1)]
-    made = [hvd.DistributedOptimizer(each) for each in inner]
-    for step in range(3):
-        for optimizer in made:
-            optimizer.zero_grad()
-        if step or hvd.rank() != rank_without:
-            layer(table(torch.tensor([hvd.rank(), step]))).square().sum().backward()
-        for optimizer in made:
-            optimizer.step()
-    sums = hvd.allgather_object([each.sum().item() for each in (*dense, *table.parameters())])
-    return bool(sums[0] == sums[1]) and abs(sums[0][0]) > 0
-
-
-def each_without_a_backward_pass(cases: list) -> list[bool]:
-    hvd.init()
-    return [steps_without_a_backward_pass(*case) for case in cases]
-
-
-def test_a_rank_may_compute_nothing_in_the_first_step():
-    cases = [(rank, optimizers, unused) for rank in (0, 1) for optimizers in (1, 2) for unused in (False, True)]
-    for found in together(each_without_a_backward_pass, 2, args=(cases,)):
-        assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, True)
