@@ -27,6 +27,7 @@ from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.spark_connect import has_arrow_udfs
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError, StoreError, UsageError
 from tests.integration.data.conftest import Rows
+from tests.nightly import by_night
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = 12
@@ -134,7 +135,7 @@ SAME_FOR_BOTH = pytest.mark.parametrize("here", ["torch"], indirect=True)
 
 @pytest.mark.parametrize(
     ("here", "kind"),
-    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *(("keras", kind) for kind in OF_LABELS)],
+    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *by_night([("keras", kind) for kind in OF_LABELS])],
     indirect=["here"],
 )
 def test_column_that_cannot_be_trained_on_is_named(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
