@@ -192,6 +192,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
 
 
+@pytest.mark.nightly
 def test_rank_0_may_die_and_another_after_it():
     (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)

@@ -120,6 +120,7 @@ tests.same(tests.elastic(class_weight=tests.WEIGHTS), tests.plain(class_weight=t
 """
 
 
+@pytest.mark.nightly
 def test_class_weight_on_torch_is_the_same():
     done = in_a_process(ON_TORCH, "torch")
     assert done.returncode == 0, done.stderr

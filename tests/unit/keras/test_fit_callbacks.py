@@ -12,6 +12,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.nightly import by_night
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
 from tests.unit.keras.test_keras_state import Plain, numbers
 from tests.unit.world_link import die, link, tell
@@ -112,14 +113,20 @@ def check(results):
         assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
 
 
+IN_THE_MIDDLE = ("begin", "first", (3, 4), True)
+
+
 @pytest.mark.parametrize(
     ("phase", "where", "at", "made_anew"),
-    [
-        ("begin", "first", (3, 4), True),  # in the middle of an epoch
-        # the others wait in MetricAverageCallback, one has had callbacks before it
-        ("epoch", "first", (2, BATCHES), False),
-        ("epoch", "last", (3, 0), True),  # they have begun the next epoch
-    ],
+    by_night(
+        [
+            IN_THE_MIDDLE,
+            # the others wait in MetricAverageCallback, one has had callbacks before it
+            ("epoch", "first", (2, BATCHES), False),
+            ("epoch", "last", (3, 0), True),  # they have begun the next epoch
+        ],
+        but=[IN_THE_MIDDLE],
+    ),
 )
 def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
     results = together(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3, left=2)
@@ -168,7 +175,7 @@ def grow(unbuilt):
     }
 
 
-@pytest.mark.parametrize("unbuilt", [False, True])
+@pytest.mark.parametrize("unbuilt", by_night([False, True], but=[True]))
 def test_a_newcomer_that_joins_during_an_epoch_gets_all_of_the_others(unbuilt):
     """The epoch's number, weights, an optimizer that it has not built, and the memory of callbacks."""
     with WorldDriver(start_with=2) as driver:

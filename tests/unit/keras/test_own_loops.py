@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
+from tests.nightly import by_night
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -57,7 +58,7 @@ def train(dies, how):
     return weights, entered, int(optimizer.iterations), state.progress
 
 
-@pytest.mark.parametrize("how", ["tape", "optimizer"])
+@pytest.mark.parametrize("how", by_night(["tape", "optimizer"], but=["tape"]))
 def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
     one, other = together(train, {2: 5}, how, count=3, left=2)
     assert one[0] == other[0]
@@ -202,7 +203,8 @@ def fits_and_steps(dies, before, in_fit):
 
 
 @pytest.mark.parametrize(
-    ("dies", "before", "in_fit", "at"), [(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)]
+    ("dies", "before", "in_fit", "at"),
+    by_night([(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)], but=[(6, True, True, 10)]),
 )
 def test_steps_between_two_calls_of_fit_are_followed_like_a_users_own_loop(dies, before, in_fit, at):
     for result, entered in together(fits_and_steps, dies, before, in_fit, count=3, left=2):
