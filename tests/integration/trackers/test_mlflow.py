@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,50 +166,6 @@ def fit_of(*callbacks: DriverCallback, epochs: int = 1, values: dict[str, float]
         session.job_over()
         session.deliver()
         session.succeeded(DriverResult())
-
-
-class Does(DriverCallback):
-    """Calls a function at the end of each epoch."""
-
-    def __init__(self, does: Callable[[], Any]) -> None:
-        self.does = does
-
-    def on_epoch_end(self, row: Any) -> None:
-        self.does()
-
-
-def test_run_that_the_user_makes_during_a_fit_stays_active_and_the_fits_own_is_ended(mlflow: Any) -> None:
-    tracker = MLflowCallback(log_models=[])
-
-    def end_and_begin() -> None:
-        mlflow.end_run("KILLED")
-        mlflow.start_run()
-
-    fit_of(tracker, Does(end_and_begin))
-    own = mlflow.active_run()
-    assert own is not None, "the user's run is not the callback's to end"
-    assert own.info.run_id != tracker.run_id
-    assert mlflow.get_run(own.info.run_id).info.status == "RUNNING"
-    assert mlflow.get_run(tracker.run_id).info.status == "KILLED", "as the user has ended it"
-    mlflow.end_run()
-
-
-def test_fit_within_an_event_of_another_has_a_run_of_its_own(mlflow: Any) -> None:
-    tracker = MLflowCallback(log_models=[], nested=True)
-    inner: list[str | None] = []
-
-    def fit_another() -> None:
-        if not inner:
-            fit_of(tracker, epochs=1)
-            inner.append(tracker.run_id)
-
-    fit_of(Does(fit_another), tracker, epochs=3)
-    (outer,) = mlflow.search_runs(
-        filter_string=f"run_id = '{mlflow.get_run(inner[0]).data.tags['mlflow.parentRunId']}'", output_format="list"
-    )
-    assert len(points(mlflow, outer.info.run_id, "loss")) == 3
-    assert len(points(mlflow, inner[0], "loss")) == 1
-    assert outer.info.status == "FINISHED"
 
 
 @pytest.mark.nightly

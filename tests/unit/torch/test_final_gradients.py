@@ -104,7 +104,6 @@ def mixed_precision() -> list[torch.nn.Module]:
 def accumulated(passes: int, times: int, zero: bool = True, **kwargs: Any) -> list[torch.nn.Module]:
     model = model_of()
     optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=passes, **kwargs)
-    total = kwargs.get("op") is hvd.Sum
     for step in range(STEPS):
         if zero:
             optimizer.zero_grad()
@@ -112,7 +111,7 @@ def accumulated(passes: int, times: int, zero: bool = True, **kwargs: Any) -> li
             model.zero_grad()
         for part in range(times):
             loss = loss_of(model, step * times + part, 0.3)
-            (loss / hvd.size() if total and not plain else loss).backward()
+            loss.backward()
         if times % passes and not plain:  # what is left is not reduced before step()
             optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -124,24 +123,8 @@ def several_backwards() -> list[torch.nn.Module]:
     return accumulated(1, 3)
 
 
-def several_backwards_summed() -> list[torch.nn.Module]:
-    return accumulated(1, 3, op=hvd.Sum) + accumulated(2, 4, op=hvd.Sum)
-
-
 def several_passes() -> list[torch.nn.Module]:
     return accumulated(3, 3) + accumulated(2, 5) + accumulated(4, 3, zero=False)
-
-
-def head_unused_in_a_pass() -> list[torch.nn.Module]:
-    model, head = model_of(), torch.nn.Linear(2, 1)
-    optimizer = wrapped(torch.optim.Adam([*model.parameters(), *head.parameters()]), backward_passes_per_step=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        head(model(rows(step + 50))).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.05)
-        optimizer.step()
-    return [model, head]
 
 
 def adversarial() -> list[torch.nn.Module]:
@@ -267,29 +250,6 @@ def backwards_that_fail() -> list[torch.nn.Module]:
     return [model]
 
 
-def summed(optimizer: torch.optim.Optimizer) -> tuple[Any, int]:
-    """With `op=Sum`, and the number to divide losses by."""
-    return (optimizer, 1) if plain else (wrapped(optimizer, op=hvd.Sum), hvd.size())
-
-
-def looked_at_between() -> list[torch.nn.Module]:
-    """`autograd.grad` between backward and step, a step that is made twice, and gradients that are never reset."""
-    model, other = model_of(), model_of()
-    optimizer, count = summed(torch.optim.SGD(model.parameters(), lr=0.1))
-    never_reset, _ = summed(torch.optim.SGD(other.parameters(), lr=0.1))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (loss_of(model, step, 30) / count).backward()
-        torch.autograd.grad(loss_of(model, step), list(model.parameters()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.step()
-        (loss_of(other, step) / count).backward()
-        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
-        never_reset.step()
-    return [model, other]
-
-
 def partly_set_by_hand() -> list[torch.nn.Module]:
     model, head = model_of(), torch.nn.Linear(2, 1)
     optimizer = wrapped(torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1))
@@ -325,33 +285,15 @@ def set_by_hand_twice() -> list[torch.nn.Module]:
     return [model]
 
 
-def written_through_data() -> list[torch.nn.Module]:
-    model = model_of()
-    optimizer = wrapped(torch.optim.Adam(model.parameters(), lr=0.1))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        for param in model.parameters():
-            param.grad.detach_()
-            param.grad.data = param.grad.data.clamp(-0.1, 0.1)
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
-    return [model]
-
-
 PROGRAMS = [
-    looked_at_between,
     partly_set_by_hand,
     set_by_hand_twice,
-    written_through_data,
     clipping,
     clipping_as_horovod_does,
     scaled_by_hand,
     mixed_precision,
     several_backwards,
-    several_backwards_summed,
     several_passes,
-    head_unused_in_a_pass,
     adversarial,
     reentrant_checkpoints,
     other_checkpoints,
