@@ -29,6 +29,7 @@ def run(words, cwd):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.nightly
 def test_a_script_that_exits_with_a_code_gives_it_to_the_command(script, tmp_path):
     done = run([*LOCAL, "-np", "2", script("import sys; sys.exit(7)")], tmp_path)
     assert done.returncode == 7

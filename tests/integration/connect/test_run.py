@@ -24,6 +24,8 @@ from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
 from tests.leftovers import Before
 
+pytestmark = pytest.mark.nightly
+
 PROMPT = {"start_timeout": 120, "elastic_timeout": 90, "heartbeat_timeout": 20, "cooldown_range": (0.05, 1.0)}
 
 

@@ -58,6 +58,7 @@ def kill_executor():
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, store, tmp_path):
     frame = cluster.spark.range(0, ROWS, 1, 4).select(dies_once(tmp_path, kill_executor)("id").alias("x"))
     dataset = materialize(frame, {"x": "x"}, store=store, validation=0.2)

@@ -183,6 +183,7 @@ class TrainsAnother(Watch):
             raise StateLostError(progress=3, last_reason="of the other fit")
 
 
+@pytest.mark.nightly
 def test_lost_state_of_another_fit_in_a_callback_ends_this_one(rows: Dataset, tmp_path: Path) -> None:
     callback = TrainsAnother()
     fit = estimator(callback, num_proc=1, checkpoint_dir=str(tmp_path), checkpoint_interval=1)

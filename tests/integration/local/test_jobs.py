@@ -39,6 +39,7 @@ def wait_for_round(job, round, size):
     )
 
 
+@pytest.mark.nightly
 def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
     def speak():
         loops.rank_and_size()
@@ -212,6 +213,7 @@ def test_a_forked_child_that_ends_in_the_function_ends_itself_alone(start_job):
     assert start_job(forks).result(60) == [[3, 1, 0]] * 2
 
 
+@pytest.mark.nightly
 def test_a_result_that_cannot_be_pickled_says_so(start_job):
     def unpicklable():
         loops.rank_and_size()
@@ -274,6 +276,7 @@ def test_output_arrives_line_by_line_with_its_rank(start_job, capsys):
     assert "[0]<stderr>:no newline at the end\n" in captured.err
 
 
+@pytest.mark.nightly
 def test_the_environment_reaches_the_workers(start_job):
     def reads():
         loops.rank_and_size()

@@ -83,6 +83,7 @@ def test_a_driver_that_can_launch_nothing_says_so_at_once(start_job, tmp_path):
     assert time.monotonic() - began < WAIT_S
 
 
+@pytest.mark.nightly
 def test_why_an_agent_never_joined_is_told_in_the_wait_and_in_the_error(start_job, tmp_path):
     def run_agent(real, agents, slot):
         return real(slot) if slot == 0 else LaunchEnd(slot, reported("No space left on device"))

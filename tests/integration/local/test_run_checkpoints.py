@@ -99,6 +99,7 @@ def is_worker(pid: int) -> bool:
     return "spark_elastic.task.main" in command_line(pid)
 
 
+@pytest.mark.nightly
 def test_damaged_checkpoints_are_not_used_and_a_finished_run_resumes_at_its_end(
     tmp_path: Path, start_job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

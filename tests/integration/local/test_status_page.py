@@ -84,6 +84,7 @@ def assert_harmless(browser: Any) -> None:
     assert errors(browser) == []
 
 
+@pytest.mark.nightly
 def test_page_shows_the_loss_of_a_worker_the_wait_and_the_failure(start_job, tmp_path, browser):
     folder = str(tmp_path)
     job = start_job(counting, (folder, 10**6), min_num_proc=2, cooldown_range=(4.0, 4.0), status_port=0, verbose=0)
@@ -150,6 +151,7 @@ def test_page_says_that_the_driver_is_gone(browser):
     assert "10.0k of 12.0k" in text(browser, "tiles")
 
 
+@pytest.mark.nightly
 def test_token_of_the_environment_is_used_and_not_printed(start_job, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("SPARK_ELASTIC_STATUS_TOKEN", "a-secret-of-mine-0123")
     job = start_job(counting, (str(tmp_path), 30), num_proc=1)

@@ -157,6 +157,7 @@ def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     assert [len(model.history) for model in models] == [1, 3]
 
 
+@pytest.mark.nightly
 def test_integers_reach_the_model_as_they_are_or_are_refused(spark: Any, tmp_path: Path) -> None:
     rows = [(20_000_001 + index, 2**40 + index, float(index)) for index in range(8)]
     df = spark.createDataFrame(rows, "user long, item long, price double").withColumn("label", F.col("price"))

@@ -12,7 +12,11 @@ from tests.integration.clusters import local_cluster
 from tests.integration.processes import GONE_S, is_running, wait_until, without_servers
 from tests.integration.spark.conftest import job_processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux"),
+]
 
 KEEP_S = 8
 

@@ -15,7 +15,7 @@ from tests.integration.processes import GONE_S, children, wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

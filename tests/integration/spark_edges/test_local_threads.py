@@ -52,6 +52,7 @@ def test_outcome_of_an_agent_comes_back_with_its_result(launch):
     assert (slot, why, outcome.worker, outcome.result) == (2, "done", 2, b"forty-two")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("apart", [True, False])
 def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_before(cluster, launch, apart):
     others = set(cluster.sc.parallelize(range(8), 4).map(lambda _: os.getpid()).collect())
@@ -82,6 +83,7 @@ def test_failure_of_an_agent_is_told_in_one_line(launch, payload, reason):
     assert outcome is None
 
 
+@pytest.mark.nightly
 def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     launcher.launch(0)
@@ -95,6 +97,7 @@ def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     assert len(ends.seen) == 1
 
 
+@pytest.mark.nightly
 def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to_end(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     assert not launcher.admit(0, 1)
@@ -108,6 +111,7 @@ def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to
     assert [launcher.admit(0, 1), launcher.admit(0, 2)] == [False, True]
 
 
+@pytest.mark.nightly
 def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     for slot in range(6):  # two more than can run
@@ -179,6 +183,7 @@ def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 
 
+@pytest.mark.nightly
 def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, launch, tmp_path):
     launcher, _ = launch(f"stay {tmp_path}")
     launcher.launch(0)

@@ -21,6 +21,8 @@ from spark_elastic.trackers.mlflow import _MLflowFit
 from tests.integration.local.driver_fits import Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
+pytestmark = pytest.mark.nightly
+
 
 def points(mlflow: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
     """The metric's (step, value)s, as they were logged."""
