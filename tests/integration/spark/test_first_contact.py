@@ -76,7 +76,7 @@ TORCH = """
     import spark_elastic
     from spark_elastic import ElasticTorchEstimator
 
-    spark = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     points = spark.range(2_000).select(F.randn(seed=1).alias("x"), F.randn(seed=2).alias("y"))
     points = points.withColumn("label", (F.col("x") > 0).cast("int"))
     driver = os.getpid()

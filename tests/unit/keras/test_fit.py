@@ -11,6 +11,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.nightly import by_night
 from tests.unit.keras.test_keras_state import CLASSES
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -169,13 +170,16 @@ def undisturbed(passes):
 
 @pytest.mark.parametrize(
     ("where", "passes", "options"),
-    [
-        ("begin", 1, {}),
-        ("reduction", 1, {"steps_per_execution": 4}),
-        ("begin", 2, {}),
-        ("begin", 1, {"run_eagerly": True}),
-        ("epoch", 1, {}),
-    ],
+    by_night(
+        [
+            ("begin", 1, {}),
+            ("reduction", 1, {"steps_per_execution": 4}),
+            ("begin", 2, {}),
+            ("begin", 1, {"run_eagerly": True}),
+            ("epoch", 1, {}),
+        ],
+        but=[("begin", 1, {})],
+    ),
 )
 def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     """Rows are noted by the layer, inside of the step: a step that failed must not have left them noted.

@@ -90,6 +90,7 @@ def weigh_in_a_world():
     return elastic(class_weight=WEIGHTS)[1]
 
 
+@pytest.mark.nightly
 def test_class_weight_does_not_depend_on_the_number_of_workers():
     (one,), several = together(weigh_in_a_world, count=1), together(weigh_in_a_world, count=3)
     for found in several:

@@ -9,6 +9,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
+from tests.nightly import by_night
 from tests.unit.worlds import together
 
 CLASSES = 3
@@ -137,7 +138,7 @@ def synchronised(dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [None, "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", by_night([None, "mixed_bfloat16"], but=[None]))
 def test_a_sync_takes_over_everything_from_its_root(dtype):
     first, second = together(synchronised, dtype)
     assert first == second
@@ -172,6 +173,7 @@ def unbuilt():
     return numbers(model, model.optimizer, extra), int(model.optimizer.iterations), model.optimizer.built
 
 
+@pytest.mark.nightly
 def test_a_newcomer_whose_model_and_optimizers_are_not_built_takes_them_over():
     first, second = together(unbuilt)
     assert first == second
@@ -189,6 +191,7 @@ def different_models():
     return "root"
 
 
+@pytest.mark.nightly
 def test_a_model_that_differs_from_the_roots_is_named():
     (answer,) = together(different_models, left=1)  # the root waits; its driver ends it when a function has raised
     assert "/kernel is (4, 6) float32 there, and (4, 7) float32" in answer

@@ -91,6 +91,7 @@ def commits():
     return loop(state), entered
 
 
+@pytest.mark.nightly
 def test_plain_tensorflow_variables_return_to_the_commit():
     results = together(commits, count=3, left=2)
     for result, entered in results:
@@ -202,6 +203,7 @@ def fits_and_steps(dies, before, in_fit):
     return loop(state), entered
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dies", "before", "in_fit", "at"),
     by_night([(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)], but=[(6, True, True, 10)]),

@@ -117,6 +117,7 @@ def with_a_mask():
     ]
 
 
+@pytest.mark.nightly
 def test_masked_rows_do_not_count():
     for errors in together(with_a_mask):
         assert max(errors) < 1e-4

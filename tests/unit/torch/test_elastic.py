@@ -7,6 +7,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
+from tests.nightly import by_night
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -63,7 +64,10 @@ def train(commit_every: int, dies: dict[int, tuple[int, str]], batch_norm: bool 
     return {"applied": applied, "progress": progress, "model": fingerprint(model), "size": hvd.size()}
 
 
-@pytest.mark.parametrize(("commit_every", "where"), [(5, "before backward"), (1, "after backward"), (5, "after step")])
+@pytest.mark.parametrize(
+    ("commit_every", "where"),
+    by_night([(5, "before backward"), (1, "after backward"), (5, "after step")], but=[(5, "before backward")]),
+)
 def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twice(commit_every, where):
     with WorldDriver(start_with=3) as driver:
         driver.start(train, commit_every, {2: (7, where)}, count=3)
@@ -183,6 +187,7 @@ def train_in_reset_callbacks():
     return sizes, loop(state)
 
 
+@pytest.mark.nightly
 def test_steps_and_collectives_of_reset_callbacks_are_local_and_not_counted():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_in_reset_callbacks, count=2)
@@ -315,7 +320,7 @@ def train_with_a_custom_state(kind):
     return loop(state), sizes, state._rank() == hvd.rank()
 
 
-@pytest.mark.parametrize("kind", ["state", "object state"])
+@pytest.mark.parametrize("kind", by_night(["state", "object state"], but=["state"]))
 def test_a_custom_state_of_horovod_outlives_a_lost_worker(kind):
     with WorldDriver(start_with=3) as driver:
         driver.start(train_with_a_custom_state, kind, count=3)

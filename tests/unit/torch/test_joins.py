@@ -115,6 +115,7 @@ def compare(results, undisturbed):
     assert [result["end"] for result in results] == [result["end"] for result in undisturbed], "states differ"
 
 
+@pytest.mark.nightly
 def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_past_a_loss, count=2)

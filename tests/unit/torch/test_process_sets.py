@@ -179,6 +179,7 @@ def a_newcomer_with_other_sets(steps: int, ranks):
     return loop(state)
 
 
+@pytest.mark.nightly
 def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
     with WorldDriver(start_with=2) as driver:
         driver.start(a_newcomer_with_other_sets, 10**9, [0, 1], count=2)

@@ -15,7 +15,10 @@ from spark_elastic.collective.process import process
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here"),
+]
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 

@@ -13,6 +13,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.torch.sync_batch_norm import unconverted
+from tests.nightly import by_night
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -98,7 +99,7 @@ def of_one_process():
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.1}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", by_night([2, 4], but=[2]))
 def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
     for case, by_type in in_a_world(size, [(shares[size],) for shares in SHARES.values()]):
         for dtype, (found, running) in by_type.items():

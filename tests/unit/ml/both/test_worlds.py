@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from spark_elastic.data.dataset import Dataset
+from tests.nightly import by_night
 from tests.unit.ml.in_worlds import EPOCHS, STEPS_AN_EPOCH, close
 from tests.unit.worlds import WorldDriver, together
 
@@ -68,6 +69,7 @@ def test_killed_worker_changes_nothing(framework, victim, kill, data, tmp_path, 
         assert len(driver.worlds) >= 2
 
 
+@pytest.mark.parametrize("framework", by_night(["torch", "keras"], but=["torch"]), indirect=True)
 def test_new_workers_take_over_the_state_and_change_nothing(framework, data, tmp_path, undisturbed):
     start = (framework.trainings.in_worker_slowly, data, tmp_path)
     with WorldDriver(start_with=1) as driver:

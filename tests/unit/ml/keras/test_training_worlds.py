@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.dataset import pack
-from tests.nightly import by_night
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import (
@@ -20,6 +19,8 @@ from tests.unit.ml.keras.trainings import (
     outcome,
 )
 from tests.unit.worlds import WorldDriver, together
+
+pytestmark = pytest.mark.nightly
 
 VARIANTS = list(trainings.VARIANTS)
 ALL = [*VARIANTS, *trainings.WORLDLY]
@@ -38,7 +39,6 @@ def in_two(data, tmp_path_factory):
     return results, folder
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, data, tmp_path, undisturbed, in_two):
     changes = trainings.variant_of(variant)
@@ -49,7 +49,6 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, da
     assert (expected[1] == close(undisturbed[1])) == (variant == "a train_step of one's own"), "settings do something"
 
 
-@pytest.mark.nightly
 def test_settings_by_worker_follow_the_number_of_workers(undisturbed, in_two):
     results, folder = in_two
     for result in results:
@@ -60,7 +59,7 @@ def test_settings_by_worker_follow_the_number_of_workers(undisturbed, in_two):
     assert compressed == pytest.approx(undisturbed[1], abs=0.05)
 
 
-@pytest.mark.parametrize("count", by_night([9, 10], but=[10]), ids=["forward", "backward"])
+@pytest.mark.parametrize("count", [9, 10], ids=["forward", "backward"])
 def test_a_worker_that_is_killed_within_batch_normalisation_changes_nothing(count, data, tmp_path):
     with trainings.in_float64():
         net = trainings.make_net(norm=True)
@@ -127,7 +126,7 @@ def in_world(size, data, folder, kind):
     return results[0], trainings.weights(folder)
 
 
-@pytest.mark.parametrize("kind", by_night(["sum", "mean", "zero weights"], but=["mean"]))
+@pytest.mark.parametrize("kind", ["sum", "mean", "zero weights"])
 def test_masks_and_zero_weights_do_not_make_workers_matter(kind, tokens, tmp_path):
     history, weights = in_world(1, tokens, tmp_path / "1", kind)
     other, others = in_world(3, tokens, tmp_path / "3", kind)

@@ -99,6 +99,7 @@ def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbe
         assert len(driver.worlds) == 3
 
 
+@pytest.mark.nightly
 def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(data, tmp_path):
     variant, kill = "metrics with states", ("forward", STEPS_AN_EPOCH + 2)
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
@@ -108,6 +109,7 @@ def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(
         assert result["history"][0]["outputs_count"] == ROWS
 
 
+@pytest.mark.nightly
 def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
