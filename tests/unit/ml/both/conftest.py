@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.nightly import by_night
 
-@pytest.fixture(scope="session", params=["torch", "keras"])
+
+@pytest.fixture(scope="session", params=by_night(["torch", "keras"], but=["torch"]))
 def framework(request):
     """The test modules of a framework."""
     if request.param == "keras":
