@@ -1,4 +1,4 @@
-"""Each test here runs once for PyTorch and once for Keras, on the twin modules `trainings` and `estimators`."""
+"""Each test here runs for PyTorch, and by night for Keras, on the twin modules `trainings` and `estimators`."""
 
 from __future__ import annotations
 
