@@ -283,7 +283,7 @@ def as_estimator(data: Path, folder: Path, names: list[str]) -> dict[str, Any]:
     return results
 
 
-BY_DAY = {"mask through Bidirectional and TimeDistributed", "dicts of outputs, losses and weights"}
+BY_DAY = {"dicts of outputs, losses and weights"}
 
 
 @pytest.fixture(scope="module")
