@@ -19,7 +19,8 @@ DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo-$(SUM))
 .PHONY: help
 help:
 	@echo "make demo    a real elastic training on this machine that loses a worker half-way"
-	@echo "make test    all tests (PYTEST_ARGS='tests/unit -k sampler' for some of them)"
+	@echo "make test    the tests that a change has to pass (PYTEST_ARGS='tests/unit -k sampler' for some of them)"
+	@echo "make test-all    these and the tests that are marked nightly"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
 	@echo "make chaos   storms of faults over real trainings, five minutes; see docs/reliability.md"
@@ -37,7 +38,11 @@ demo: java $(DEMO_STAMP)
 
 .PHONY: test
 test: java $(STAMP)
-	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),scripts/run_tests.py)
+	$(if $(PYTEST_ARGS),$(BIN)/python -m pytest $(PYTEST_ARGS),sh scripts/run_tests.sh $(BIN)/python)
+
+.PHONY: test-all
+test-all: java $(STAMP)
+	$(if $(PYTEST_ARGS),$(BIN)/python -m pytest --nightly $(PYTEST_ARGS),sh scripts/run_tests.sh $(BIN)/python --nightly)
 
 # Needs no virtual environment but those that it makes, in build/matrix.
 .PHONY: test-matrix

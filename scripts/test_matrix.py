@@ -299,7 +299,7 @@ def run_check(check: Check, environment: Environment, log: Path) -> bool:
         words, where = [str(ROOT / check.program[0]), *check.program[1:]], temporary
         env["PYSPARK_PYTHON"] = str(environment.python)
     else:
-        words, where = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *check.tests], str(ROOT)
+        words, where = ["-m", "pytest", "-q", "--nightly", "-p", "no:cacheprovider", *check.tests], str(ROOT)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [environment.python, *words], cwd=where, env=env, stdout=output, stderr=output, start_new_session=True

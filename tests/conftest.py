@@ -1,10 +1,9 @@
-"""Soak tests run only where they are asked for: `pytest -m soak`. No example of a property has a deadline."""
+"""Tests marked `nightly` run with `--nightly`, or when one is named. No example of a property has a deadline."""
 
 import os
 import signal
 
 import hypothesis
-import pytest
 
 # Spark's JVMs live for seconds here: they start in less than half of the processor's time without the second compiler
 for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
@@ -17,14 +16,34 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # a shell starts what it runs in the background deaf to Ctrl-C, which tests send to themselves and to their programs
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is slow now and then
-hypothesis.settings.load_profile("any machine")
+# a busy machine is slow now and then
+hypothesis.settings.register_profile("day", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("night", deadline=None)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--nightly", action="store_true", help="run the tests that are marked nightly, too")
+
+
+def by_night(config):
+    return config.getoption("nightly") or "nightly" in config.getoption("markexpr")
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile("night" if by_night(config) else "day")
 
 
 def pytest_collection_modifyitems(config, items):
-    if "soak" in config.getoption("markexpr"):
+    if by_night(config):
         return
-    skip = pytest.mark.skip(reason="minutes long; run it with -m soak")
-    for item in items:
-        if "soak" in item.keywords:
-            item.add_marker(skip)
+    named = [argument.partition("::") for argument in config.args if "::" in argument]
+    named = [((config.invocation_params.dir / path).resolve(), name) for path, _, name in named]
+
+    def is_named(item):
+        own = item.nodeid.partition("::")[2]
+        return any(item.path == path and (own + "[").startswith((name + "[", name + "::")) for path, name in named)
+
+    left_out = [item for item in items if "nightly" in item.keywords and not is_named(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.integration.processes import GONE_S
+from tests.nightly import by_night
 
 CLI = [sys.executable, "-m", "spark_elastic"]
 LOCAL = [*CLI, "--launcher", "local"]
@@ -29,6 +30,7 @@ def run(words, cwd):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.nightly
 def test_a_script_that_exits_with_a_code_gives_it_to_the_command(script, tmp_path):
     done = run([*LOCAL, "-np", "2", script("import sys; sys.exit(7)")], tmp_path)
     assert done.returncode == 7
@@ -58,7 +60,7 @@ def test_under_spark_submit_the_submitted_settings_win(script, tmp_path):
     assert len(files) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", by_night([signal.SIGINT, signal.SIGTERM], but=[signal.SIGTERM]))
 def test_an_interrupted_command_leaves_no_process_behind(script, tmp_path, number):
     path = script("import time\nprint('up', flush=True)\ntime.sleep(600)")
     words = [*LOCAL, "-np", "2", path]

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from scripts import notebooks
+from tests.nightly import asked, by_night
 
 LEARNT = {
     "01_quickstart": (r"([\d.]+)% of \d+ unseen digits", 92, 100),
@@ -28,26 +29,20 @@ TWINS = [pytest.param(path, id=path.stem) for path in notebooks.sources()]
 @pytest.fixture(scope="module")
 def running(request):
     """The notebooks that are asked for, two at a time, since each waits a lot."""
-    items = [
-        item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
-    ]
-    cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    asked = {case["name"] for case in cases if "name" in case}
+    names = asked(request, "name")
     with ThreadPoolExecutor(2) as pool:
         yield {
             path.stem: pool.submit(notebooks.execute, notebooks.notebook_of(path.read_text()))
             for path in notebooks.sources()
-            if path.stem in asked
+            if path.stem in names
         }
 
 
-BY_NIGHT = {"01_quickstart", "02_elastic", "03_keras", "05_cross_validation", "07_batch_inference"}
-"""Notebooks whose code is also that of pages and tests that run by day."""
+BY_DAY = {"06_from_horovod"}
+"""The code of the others is also that of pages and tests that run by day."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in BY_NIGHT else []) for name in LEARNT]
-)
+@pytest.mark.parametrize("name", by_night(LEARNT, but=BY_DAY))
 def test_the_notebook_runs_from_top_to_bottom_and_has_learnt_something(running, name):
     pattern, low, high = LEARNT[name]
     text = shown(running[name].result(300))
@@ -71,18 +66,6 @@ def test_the_twin_says_nothing_of_the_machine_that_made_it(path):
     about = [word for word in ("/home/", "/tmp/", "/Users/", *names) if re.search(rf"\b{re.escape(word)}\b", text)]
     assert about == []
     assert twin.stat().st_size < 300_000
-
-
-def test_a_twin_that_another_version_has_executed_is_found(tmp_path, monkeypatch):
-    path = tmp_path / "08_new.py"
-    notebook = notebooks.notebook_of("# Databricks notebook source\nprint(1)\n")
-    nbformat.write(notebook, notebooks.twin_of(path))
-    assert notebooks.outdated(path) == "08_new.ipynb does not say what it was executed with"
-    notebook.metadata[notebooks.RECORD] = notebooks.executed_with()
-    nbformat.write(notebook, notebooks.twin_of(path))
-    assert notebooks.outdated(path) is None
-    monkeypatch.setattr(notebooks.spark_elastic, "__version__", "9.8.7")
-    assert notebooks.outdated(path).endswith(", now 9.8.7")
 
 
 def shown(notebook: nbformat.NotebookNode) -> str:

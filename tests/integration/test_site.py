@@ -18,6 +18,8 @@ import pytest
 from tests.pages import DOCS, ROOT
 from tests.website import api, diagrams
 
+pytestmark = pytest.mark.nightly
+
 ALIASES = {"spark_elastic.tensorflow.keras"}
 """Names of modules that are in the reference under their own name."""
 

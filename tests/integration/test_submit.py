@@ -17,6 +17,8 @@ import pytest
 from tests.integration.clusters import Standalone
 from tests.integration.processes import wait_until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "submit"
 SUBMIT = shutil.which("spark-submit", path=os.path.dirname(sys.executable)) or "spark-submit"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.membership.machine import Membership
+from tests.nightly import by_night
 from tests.simulation.planted_bugs import BUGS, Bug, machine_with
 from tests.simulation.seeds import simulate
 
-CHUNK = 250
+CHUNK, LARGE_CHUNK = 250, 20
 SEEDS_FOR_A_BUG = 1000
 
 
-@pytest.mark.parametrize("first", range(0, 2000, CHUNK))
+@pytest.mark.parametrize("first", by_night(range(0, 2000, CHUNK), but=[0]))
 def test_every_invariant_holds_after_every_event(first: int) -> None:
     for seed in range(first, first + CHUNK):
         try:
@@ -21,15 +22,16 @@ def test_every_invariant_holds_after_every_event(first: int) -> None:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", by_night(range(0, 60, LARGE_CHUNK), but=[0]))
 def test_every_invariant_holds_with_many_workers(first: int) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + LARGE_CHUNK):
         try:
             simulate(seed, Membership, large=True)
         except Exception as error:
             raise AssertionError(f"large seed {seed}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_invariant_holds_with_a_thousand_workers(seed: int) -> None:
     job = simulate(seed, Membership, huge=True)
@@ -48,7 +50,7 @@ def test_a_rebuilt_machine_without_a_bug_passes() -> None:
         simulate(seed, rebuilt)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+@pytest.mark.parametrize("bug", by_night(BUGS, but=BUGS[::3]), ids=lambda bug: bug.what)
 def test_the_simulation_notices(bug: Bug) -> None:
     assert caught_at(bug) is not None, f"{SEEDS_FOR_A_BUG} seeds passed although {bug.what}"
 

@@ -1,4 +1,4 @@
-"""A real small job in a process of its own, for `fuzz.py` to attack: what it uses, how fast it is, what it says."""
+"""A real small job in a process of its own, for `fuzz.py` to attack: what it uses and says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 PROGRAM = Path(__file__).with_name("fuzz_job.py")
 
@@ -33,9 +31,8 @@ class Usage:
 class AttackedJob:
     """The driver's process, from the outside."""
 
-    def __init__(self, process: subprocess.Popen[str], steps: Path, address: tuple[str, int], key: bytes) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: tuple[str, int], key: bytes) -> None:
         self._process = process
-        self._steps = steps
         self.address = address
         self.key = key
 
@@ -70,22 +67,13 @@ class AttackedJob:
                 return now
             time.sleep(0.2)
 
-    def step_ms(self, begin_s: float, end_s: float) -> float:
-        """Return the mean duration of the steps between two moments of the monotonic clock."""
-        times = np.fromfile(self._steps, "<i8") / 1e9
-        within = times[(times >= begin_s) & (times <= end_s)]
-        if len(within) < 2:
-            raise RuntimeError("the job has made no steps meanwhile")
-        return float(within[-1] - within[0]) / (len(within) - 1) * 1e3
-
 
 @contextmanager
 def attacked_job(descriptors: int) -> Iterator[AttackedJob]:
     """Run the job with this limit of open descriptors; what it prints is kept out of the terminal."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, open(f"{folder}/log", "w") as log:
-        steps = Path(folder, "steps")
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(steps), str(descriptors)],
+            [sys.executable, str(PROGRAM), f"{folder}/end", str(descriptors)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -97,7 +85,7 @@ def attacked_job(descriptors: int) -> Iterator[AttackedJob]:
             if not line:
                 raise RuntimeError(f"the job did not start: {Path(folder, 'log').read_text()[-2000:]}")
             found = json.loads(line)
-            yield AttackedJob(process, steps, tuple(found["address"]), bytes.fromhex(found["key"]))
+            yield AttackedJob(process, tuple(found["address"]), bytes.fromhex(found["key"]))
         finally:
             process.kill()
             process.communicate()

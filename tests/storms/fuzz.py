@@ -1,18 +1,13 @@
 """Attack a job's port, and every kind of file that is read, with a million hostile frames and hundred thousand files.
 
     python -m tests.storms.fuzz                                # a quarter of an hour
-    python -m tests.storms.fuzz --only slowdown                # three minutes, on an idle machine
     python -m tests.storms.fuzz --only documents --documents 500000 --seed 7
-    python -m tests.storms.fuzz --frames 20000 --documents 3000 --repeat 2
+    python -m tests.storms.fuzz --frames 20000 --documents 3000
 
 `frames`: a real driver with two workers that train, whose process may open 1024 descriptors. Strangers send malformed,
 truncated, oversized, replayed, reordered and altered frames, proofs of another key, and with the right key frames that
 are no messages, as fast as they are judged. Each is one connection that the driver has to close. Then connections are
 opened up to the limit and left idle, while a peer that holds the key has to get in.
-
-`slowdown`: the same at a bounded rate, and the mean duration of the job's steps, in turns with quiet, and with the same
-strangers at another port, where nobody judges them. The strangers need a processor too, and where they run on the job's
-own two cores, they slow it down wherever they connect; what the driver adds is the difference.
 
 `documents`: manifests of datasets, metadata of checkpoints, and metadata of saved models, most of them with a checksum
 that is right, are opened as a user would open them.
@@ -24,12 +19,9 @@ the membership has not changed, and the job's workers ended with equal weights. 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,62 +29,15 @@ from benchmarks._harness import Series, parser, report
 from spark_elastic.wire.channel import connect
 from tests.storms.attacked_job import AttackedJob, attacked_job, difference
 from tests.storms.hostile_documents import attack_documents
-from tests.storms.hostile_frames import GREETING_BYTES, Stranger, attempts
+from tests.storms.hostile_frames import Stranger, attempts
 from tests.storms.hostile_judge import Findings
 
-PARTS = ("slowdown", "frames", "documents")
+PARTS = ("frames", "documents")
 DESCRIPTORS = 1024
 IDLE = 900
 """Connections that are left idle: more than are admitted, and about as many as there may be descriptors."""
 IDLE_S = 20.0
 GROWTH_MIB = 64.0
-SLOWER = 1.05
-
-
-def slowdown(job: AttackedJob, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the steps in turns: in quiet, with strangers elsewhere, and with strangers at the job's port."""
-    with elsewhere() as address:
-        strangers = {
-            "attacked": Stranger(job.address, attempts(job.key, args.seed), args.rate),
-            "elsewhere": Stranger(address, attempts(job.key, args.seed), args.rate),
-        }
-        found: dict[str, list[float]] = {"quiet": [], "elsewhere": [], "attacked": []}
-        for turn in range(args.repeat):
-            for what in list(found)[:: -1 if turn % 2 else 1]:  # there and back: a drift cancels out
-                begin = time.monotonic()
-                if what == "quiet":
-                    time.sleep(args.turn_s)
-                else:
-                    strangers[what].attack(seconds=args.turn_s)
-                found[what].append(job.step_ms(begin, begin + args.turn_s))
-    return {**{f"{what}_ms": each for what, each in found.items()}, "attempts": strangers["attacked"].total}
-
-
-@contextlib.contextmanager
-def elsewhere() -> Iterator[tuple[str, int]]:
-    """Yield an address where a process greets strangers and closes their connections, once they have said something."""
-    program = f"""
-import socket
-server = socket.create_server(("127.0.0.1", 0), backlog=128)
-print(server.getsockname()[1], flush=True)
-while True:
-    stranger, _ = server.accept()
-    stranger.settimeout(0.5)
-    try:
-        stranger.sendall(bytes({GREETING_BYTES}))
-        stranger.recv(65536)
-        stranger.recv(65536)
-    except OSError:  # it is gone already, or says nothing more
-        pass
-    stranger.close()
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield "127.0.0.1", int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def flood(job: AttackedJob, args: argparse.Namespace) -> dict[str, Any]:
@@ -153,11 +98,8 @@ def against_a_job(args: argparse.Namespace) -> dict[str, Any]:
     with attacked_job(DESCRIPTORS) as job:
         time.sleep(2.0)
         first, found = job.ask(), {}
-        if "slowdown" in args.only:
-            found["slowdown"] = slowdown(job, args)
-        if "frames" in args.only:
-            found["frames"] = flood(job, args)
-            found["idle"] = idle(job)
+        found["frames"] = flood(job, args)
+        found["idle"] = idle(job)
         last, end = job.ask(), job.ask("end")
     results = end["results"]
     problems = [f"{count} times: {text}" for text, count in end["bare_errors"].items()]
@@ -183,30 +125,18 @@ def against_files(args: argparse.Namespace) -> dict[str, Findings]:
 
 
 def main() -> int:
-    options = parser(__doc__, repeat=24, results=Path(__file__).with_name("results"))
+    options = parser(__doc__, repeat=1, results=Path(__file__).with_name("results"))
     options.add_argument("--frames", type=int, default=1_000_000, help="hostile connections (%(default)s)")
     options.add_argument("--documents", type=int, default=120_000, help="hostile files (%(default)s)")
-    options.add_argument("--rate", type=float, default=50.0, help="attempts a second for the slowdown (%(default)s)")
-    options.add_argument("--turn-s", type=float, default=2.0, help="seconds of each turn of the slowdown (%(default)s)")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (all)")
     args = options.parse_args()
     if args.quick:
-        args.frames, args.documents, args.repeat = 8000, 3000, 2
+        args.frames, args.documents = 8000, 3000
     series, raw, problems = [], {}, []
-    if {"slowdown", "frames"} & set(args.only):
+    if "frames" in args.only:
         raw = against_a_job(args)
         problems += raw.pop("problems")
-    if "slowdown" in raw:
-        quiet, elsewhere_ms, attacked = (raw["slowdown"][f"{what}_ms"] for what in ("quiet", "elsewhere", "attacked"))
-        ratios = [one / other for one, other in zip(attacked, elsewhere_ms, strict=True)]
-        series += [
-            Series("step, quiet", quiet, "ms"),
-            Series(f"step, {args.rate:g} strangers a second elsewhere", elsewhere_ms, "ms"),
-            Series(f"step, {args.rate:g} attempts a second", attacked, "ms"),
-            Series("step, attempts / strangers elsewhere", ratios, "", target_p50=SLOWER),
-        ]
-    if "frames" in raw:
         frames = raw["frames"]
         growth = [raw[part]["growth"]["resident_mib"] for part in ("frames", "idle")]
         series += [

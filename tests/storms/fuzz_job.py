@@ -1,9 +1,9 @@
 """The job that `fuzz.py` attacks: a driver process of its own, with few descriptors, that answers questions.
 
-    python fuzz_job.py STEPS_FILE DESCRIPTORS
+    python fuzz_job.py END_FILE DESCRIPTORS
 
 Prints its address and its key in one line of JSON. Each further line on stdin is answered by one of JSON with the state
-of the job, `end` ends the job. The steps file gets the time of every step of rank 0, eight bytes each.
+of the job, `end` ends the job by making the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,7 +29,7 @@ CHECK_EVERY = 50
 """Steps between two looks at the file that ends the training: each look is a collective."""
 
 
-def train(steps_file: str, end_file: str) -> dict[str, Any]:
+def train(end_file: str) -> dict[str, Any]:
     """Train until `end_file` exists. Returns the steps, and a checksum of the weights, which must be equal."""
     torch.set_num_threads(1)
     hvd.init()
@@ -42,13 +42,11 @@ def train(steps_file: str, end_file: str) -> dict[str, Any]:
 
     @hvd.elastic.run
     def loop(state: Any) -> int:
-        with open(steps_file, "ab", buffering=0) as times:
-            while not ended(state.step, end_file):
-                optimizer.zero_grad()
-                model(torch.randn(64, 64)).square().mean().backward()
-                optimizer.step()
-                state.step += 1
-                note_step(times)
+        while not ended(state.step, end_file):
+            optimizer.zero_grad()
+            model(torch.randn(64, 64)).square().mean().backward()
+            optimizer.step()
+            state.step += 1
         return int(state.step)
 
     steps = loop(state)
@@ -58,11 +56,6 @@ def train(steps_file: str, end_file: str) -> dict[str, Any]:
 def ended(step: int, end_file: str) -> bool:
     """Agree with the other workers on the end."""
     return step % CHECK_EVERY == 0 and bool(hvd.allreduce(torch.tensor(float(Path(end_file).exists()))) > 0)
-
-
-def note_step(times: BinaryIO) -> None:
-    if hvd.rank() == 0:
-        times.write(time.monotonic_ns().to_bytes(8, "little"))
 
 
 class BareErrors(logging.Handler):
@@ -96,15 +89,14 @@ def state_of(job: spark_elastic.ElasticJob, errors: BareErrors) -> dict[str, Any
 
 
 def main() -> None:
-    steps_file, descriptors = sys.argv[1], int(sys.argv[2])
+    end_file, descriptors = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     errors = BareErrors()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     logging.getLogger().addHandler(errors)
-    end_file = f"{steps_file}.end"
     job = spark_elastic.run_async(
         train,
-        (steps_file, end_file),
+        (end_file,),
         num_proc=WORKERS,
         min_num_proc=WORKERS,
         launcher=spark_elastic.LocalLauncher(preimport=("torch",)),

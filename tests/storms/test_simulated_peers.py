@@ -17,6 +17,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
     return measure
 
 
+@pytest.mark.nightly
 def test_simulated_peers_are_assembled_and_regroup_after_each_loss(measure: Any) -> None:
     run = measure(12, 4, 0.1, 3)
     assert run["size"] == 12

@@ -43,18 +43,6 @@ def test_a_panel_each_for_loss_metrics_and_world():
     assert figure.get_suptitle() == "5 epochs, 500 rows; 3 to 4 workers, 1 lost, 1 joined, no step lost"
 
 
-def test_faults_stand_where_the_epoch_was_when_they_came():
-    figure = draw_training(history(5), STORM, None)
-    world = figure.axes[-1]
-    marks = {line.get_label(): list(line.get_xdata()) for line in world.get_lines() if line.get_label()[0] != "_"}
-    assert marks == {"lost (1)": [pytest.approx(1.5)], "joined (1)": [pytest.approx(3.25)]}
-
-
-def test_a_pause_that_can_be_seen_is_a_span():
-    figure = draw_training(history(5), [STORM[0], event("lost", 1001.5, 4, 3, 1.0)], None)
-    assert "pause" in figure.axes[-1].get_legend_handles_labels()[1]
-
-
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture_is_written_as_its_path_says(tmp_path, ending):
     path = tmp_path / f"plot.{ending}"

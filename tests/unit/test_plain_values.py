@@ -33,34 +33,6 @@ def test_fields_that_an_objects_own_comparison_ignores_are_compared():
     assert same([Ended(1, 2.0)], [Ended(1, 2.0)])
 
 
-class Node:
-    def __init__(self):
-        self.steps, self.children = 0, []
-
-
-def a_tree():
-    root, child = Node(), Node()
-    root.children.append(child)
-    child.parent = root
-    return root
-
-
-def a_ring():
-    ring = {"steps": 0}
-    ring["itself"] = ring
-    return ring
-
-
-def test_values_may_contain_themselves():
-    for make in (a_tree, a_ring):
-        value = make()
-        assert same(value, make())
-        assert same(value, independent_copy(value))
-    later = a_ring()
-    later["steps"] = 1
-    assert not same(a_ring(), later)
-
-
 def test_pickled_parts_outside_of_attributes_are_compared():
     rng = random.Random(1)
     before = independent_copy(rng)

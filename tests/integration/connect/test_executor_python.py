@@ -15,6 +15,8 @@ from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
 from tests.leftovers import Before
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):

@@ -12,6 +12,8 @@ from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.conftest import nothing_imported_ahead
 from tests.leftovers import Before
 
+pytestmark = pytest.mark.nightly
+
 
 def test_job_ends_with_its_reason_when_the_server_is_killed(connect_mode):
     with ConnectServer("local[1]") as server:

@@ -23,7 +23,7 @@ from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
 from tests.leftovers import Before
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def kill_executor():
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, store, tmp_path):
     frame = cluster.spark.range(0, ROWS, 1, 4).select(dies_once(tmp_path, kill_executor)("id").alias("x"))
     dataset = materialize(frame, {"x": "x"}, store=store, validation=0.2)
@@ -72,12 +73,14 @@ def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, sto
     wait_until(lambda: len(cluster.executors()) == 2, 60, "the executor is back")
 
 
+@pytest.mark.nightly
 def test_shared_store_passes_the_check(cluster, store):
     check_shared(store, cluster_of(cluster.sc))
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
     assert store.list(DATASETS) == []
 
 
+@pytest.mark.nightly
 def test_executors_that_see_another_folder_are_reported_before_anything_is_written(cluster, tmp_path, monkeypatch):
     """The store is /proc/self/cwd, which is another folder in each process."""
     monkeypatch.chdir(tmp_path)
@@ -89,6 +92,7 @@ def test_executors_that_see_another_folder_are_reported_before_anything_is_writt
     assert [entry.name for entry in tmp_path.rglob("*") if entry.is_file()] == []
 
 
+@pytest.mark.nightly
 def test_task_without_permission_to_write_is_reported_in_a_sentence(cluster, store):
     frame = cluster.spark.range(3).select(blocking(store.url)("id").alias("x"))
     with pytest.raises(StoreError, match=r"^the rows could not be written: NotADirectoryError: .*mine") as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -16,14 +15,12 @@ from spark_elastic.data import catalog
 from spark_elastic.data.catalog import DATASETS, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.materialization import _fewer_tasks as joined
 from spark_elastic.data.materialization import materialize
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
 from tests.integration.data.conftest import Rows
 from tests.integration.processes import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 X = {"x": "x"}
 
 
@@ -35,6 +32,7 @@ def table(spark, tmp_path_factory):
     return path
 
 
+@pytest.mark.nightly
 def test_rows_are_written_again_where_the_plan_cannot_show_a_change(spark, store, tmp_path):
     """Behind an RDD, mapInPandas or a UDF, Spark reads a file that its plan does not name."""
     file = tmp_path / "slope"
@@ -147,6 +145,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
     assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session still works
 
 
+@pytest.mark.nightly
 def test_concurrent_fits_on_one_dataset_id_write_once(spark, store, table):
     frame, found = spark.read.parquet(table), []
     threads = [
@@ -186,27 +185,6 @@ def test_validation_share_is_drawn_by_the_seed(spark, store):
         drawn.append(set(aside))
     assert drawn[0] == drawn[1]
     assert len(drawn[0] & drawn[2]) < 400
-
-
-@pytest.mark.parametrize("kind", ["range", "repartition"])
-def test_very_many_small_partitions_are_written_by_a_few_tasks(spark, store, kind):
-    slots = spark.sparkContext.defaultParallelism
-    many = 65 * slots
-    frame = spark.range(0, 1000, 1, many) if kind == "range" else spark.range(1000).repartition(many)
-    dataset = materialize(frame, {"x": "id"}, store=store)
-    assert len(dataset.manifest.shards) == 16 * slots
-    assert sorted(Rows(dataset)["x"]) == list(range(1000))
-
-
-def test_partitions_that_spark_would_join_in_another_order_are_left_alone(spark):
-    many = 65 * spark.sparkContext.defaultParallelism
-    ordered = spark.range(1000).repartitionByRange(many, "id").sortWithinPartitions("id").selectExpr("2 * id AS x")
-    cached = spark.range(0, 1000, 1, many).cache()
-    try:
-        cached.count()
-        assert [joined(frame) for frame in (ordered, cached)] == [None, None]
-    finally:
-        cached.unpersist()
 
 
 def test_rows_can_be_shuffled_by_spark_first(spark, store):

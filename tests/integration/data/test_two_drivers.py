@@ -53,7 +53,7 @@ spark.stop()
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_drivers_that_write_one_dataset_at_the_same_time(tmp_path: Path) -> None:
     """Both read the rows of the one that is done first; with other settings, the slower one is told."""
     programs = [

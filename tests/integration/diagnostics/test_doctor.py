@@ -12,7 +12,7 @@ import pytest
 import spark_elastic
 from spark_elastic import clock
 from spark_elastic.diagnostics.findings import OK, PROBLEM
-from tests.integration.clusters import local_cluster
+from tests.integration.clusters import local, local_cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -27,6 +27,18 @@ def level(report, check):
     return {finding.level for finding in report.of(check)}
 
 
+def test_too_few_slots_and_a_store_that_cannot_be_written_are_both_found(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    with local(2) as here:
+        report = spark_elastic.doctor(here.spark, store=file / "store", num_proc=3, timeout=300)
+    assert level(report, "task slots") == {PROBLEM}
+    assert level(report, "storage") == {PROBLEM}
+    assert level(report, "workers") == {OK}, "with the workers that there is room for"
+    assert all(finding.fix for finding in report.findings if finding.level != OK)
+
+
+@pytest.mark.nightly
 def test_healthy_cluster_passes_every_check(cluster, tmp_path):
     report = spark_elastic.doctor(cluster.spark, store=str(tmp_path), num_proc=2, timeout=300)
     assert report.ok, report
@@ -36,16 +48,7 @@ def test_healthy_cluster_passes_every_check(cluster, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_few_slots_and_a_store_that_cannot_be_written_are_both_found(cluster, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    report = spark_elastic.doctor(cluster.spark, store=file / "store", num_proc=3, timeout=300)
-    assert level(report, "task slots") == {PROBLEM}
-    assert level(report, "storage") == {PROBLEM}
-    assert level(report, "workers") == {OK}, "with the workers that there is room for"
-    assert all(finding.fix for finding in report.findings if finding.level != OK)
-
-
+@pytest.mark.nightly
 def test_hanging_executor_is_a_problem_within_the_deadline(cluster):
     hanging = cluster.executors()["0"]
     stopped = [hanging, *cluster.python_processes("0")]
@@ -78,6 +81,7 @@ def test_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
     assert by_check["Spark"]["level"] == PROBLEM
 
 
+@pytest.mark.nightly
 def test_command_ends_in_time_when_no_master_answers():
     words = [sys.executable, "-m", "spark_elastic", "doctor", "--json", "--master", "spark://127.0.0.1:1"]
     done = subprocess.run([*words, "--timeout", "8"], capture_output=True, text=True, timeout=120)

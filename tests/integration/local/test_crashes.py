@@ -34,6 +34,7 @@ def test_a_step_that_crashes_everybody_who_tries_it_is_named_with_the_signal_and
     assert "about to read row 4711" in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_process_that_is_killed_at_one_step_each_time_is_not_started_for_ever(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 20, kill_at), num_proc=2)
     with pytest.raises(RepeatedCrashError, match=r"the last \d worlds .*killed by signal 9 \(SIGKILL\)") as caught:
@@ -43,6 +44,7 @@ def test_a_process_that_is_killed_at_one_step_each_time_is_not_started_for_ever(
     assert job.status().progress == STEP
 
 
+@pytest.mark.nightly
 def test_without_a_limit_it_is_tried_on(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 20, kill_at), num_proc=2, crash_limit=None, reset_limit=5)
     with pytest.raises(Exception, match="reset_limit is 5"):

@@ -17,6 +17,7 @@ def where():
     return str(hvd.device()), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.nightly
 def test_a_worker_computes_on_the_cpu_where_there_is_no_gpu_and_is_told_of_none_if_that_was_asked_for():
     launcher = spark_elastic.LocalLauncher()
     assert spark_elastic.run(where, num_proc=1, device="cpu", launcher=launcher) == [("cpu", "")]

@@ -9,6 +9,7 @@ from tests.integration.local.test_jobs import WAIT_S, pid_of, wait_for_round, wo
 from tests.integration.processes import wait_until
 
 
+@pytest.mark.nightly
 def test_fixed_hosts_may_be_given_by_name(start_job):
     job = start_job(loops.rank_and_size, num_proc=2, discovery=FixedHosts("localhost:2"))
     assert job.result(60) == [(0, 2), (1, 2)]

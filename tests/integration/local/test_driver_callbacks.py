@@ -39,6 +39,7 @@ def nothing_left() -> Iterator[None]:
     before.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_each_epoch_is_reported_once_although_rank_0_is_killed_while_it_asks(rows: Dataset, tmp_path: Path) -> None:
     callback = Killing(tmp_path, (1, 2), stop_at=3)
     model = estimator(Pids(tmp_path), callback, epochs=6, num_proc=3).from_dataset_path(rows)
@@ -57,36 +58,6 @@ def test_each_epoch_is_reported_once_although_rank_0_is_killed_while_it_asks(row
     assert run.epochs == 6
     assert run.settings["batch_size"] == 16
     assert "checkpoint_dir" not in run.settings
-
-
-class Pruned(Exception):
-    pass
-
-
-@pytest.mark.soak
-def test_only_new_epochs_of_a_resumed_run_are_reported(rows: Dataset, tmp_path: Path) -> None:
-    durable = {"checkpoint_dir": str(tmp_path / "runs"), "run_id": "a", "num_proc": 1}
-    with pytest.raises(Pruned):
-        estimator(RaisingAt(2), **durable).from_dataset_path(rows)
-    again = Watch()
-    model = estimator(again, **durable).from_dataset_path(rows)
-    assert again.runs[0].resumed
-    first = again.rows[0]["epoch"]
-    assert 0 < first <= 2
-    assert [row["epoch"] for row in again.rows] == list(range(first, 4))
-    assert len(model.history) == 4
-    assert again.results[0].history == model.history
-
-
-class RaisingAt(Watch):
-    def __init__(self, epoch: int) -> None:
-        super().__init__()
-        self.epoch = epoch
-
-    def on_epoch_end(self, row: Any) -> Any:
-        super().on_epoch_end(row)
-        if row["epoch"] == self.epoch:
-            raise Pruned
 
 
 class Slow(Watch):
@@ -112,6 +83,7 @@ class Written(Callback):
         (self.folder / f"end{run.rank}").touch()
 
 
+@pytest.mark.nightly
 def test_training_does_not_wait_for_a_hanging_callback_beyond_its_time(rows: Dataset, tmp_path: Path) -> None:
     over = threading.Event()
 
@@ -161,6 +133,7 @@ def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
     assert isinstance(stopping.results[0].error, JobCancelledError)
 
 
+@pytest.mark.nightly
 def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     optuna = pytest.importorskip("optuna")
     optuna.logging.disable_default_handler()
@@ -188,6 +161,7 @@ def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
     assert len(study.trials[1].intermediate_values) < 4
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:
     class Hanging(Watch):
         def on_epoch_end(self, row: Any) -> Any:
@@ -209,6 +183,7 @@ class TrainsAnother(Watch):
             raise StateLostError(progress=3, last_reason="of the other fit")
 
 
+@pytest.mark.nightly
 def test_lost_state_of_another_fit_in_a_callback_ends_this_one(rows: Dataset, tmp_path: Path) -> None:
     callback = TrainsAnother()
     fit = estimator(callback, num_proc=1, checkpoint_dir=str(tmp_path), checkpoint_interval=1)

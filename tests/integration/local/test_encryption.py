@@ -61,6 +61,7 @@ def told(folder: Path, device: str, **settings: object) -> network.Eavesdropper:
     return ear
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable()))
 def test_what_workers_print_can_be_read_on_the_way_only_without_encryption(tmp_path: Path) -> None:
     for name in ("plain", "encrypted"):

@@ -79,6 +79,7 @@ def cannot_be_pickled(said):
     return said, threading.Lock()
 
 
+@pytest.mark.nightly
 def test_a_newcomer_that_cannot_have_an_earlier_loops_result_does_not_end_the_job(start_job, tmp_path, capfd):
     arguments = str(tmp_path), [("in second", 1)], 0, cannot_be_pickled, "go"
     job = start_job(ends.two_loops, arguments, num_proc=2, min_num_proc=1, preimport=PREIMPORT)
@@ -91,6 +92,7 @@ def test_a_newcomer_that_cannot_have_an_earlier_loops_result_does_not_end_the_jo
     assert "cannot be replaced: the result of loop 1 cannot be sent to new ones, because it" in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(start_job, tmp_path):
     job = start_job(
         ends.done_one_after_the_other,

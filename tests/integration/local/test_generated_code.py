@@ -9,6 +9,8 @@ import pytest
 from spark_elastic.errors import UserFunctionError
 
 pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.nightly
 PREIMPORT = ("torch", "tensorflow", "keras")
 
 

@@ -39,6 +39,7 @@ def wait_for_round(job, round, size):
     )
 
 
+@pytest.mark.nightly
 def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
     def speak():
         loops.rank_and_size()
@@ -49,6 +50,7 @@ def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
     assert [str(change) for change in job.changes() if change.kind == "notice"] == ["rank 0: the disk is full"]
 
 
+@pytest.mark.nightly
 def test_a_big_result_comes_whole(start_job):
     def big():
         loops.rank_and_size()
@@ -71,6 +73,7 @@ def test_survivors_go_on_from_the_last_step_when_a_worker_is_killed(start_job, t
     assert "silent" not in left.why  # it was seen at once, and no timeout was waited for
 
 
+@pytest.mark.nightly
 def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 2000), num_proc=2, min_num_proc=1)
     before = {pid_of(tmp_path, rank, 1) for rank in range(2)}
@@ -83,6 +86,7 @@ def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_pa
     assert [change.reason for change in lost] == ["its agent was killed by signal 9 (SIGKILL)"]
 
 
+@pytest.mark.nightly
 def test_results_arrive_after_all_agents_were_lost_at_once(start_job, tmp_path):
     def wait_for_a_file():
         import time
@@ -122,6 +126,7 @@ def test_all_workers_lost_at_once_is_a_clear_error(start_job, tmp_path):
         job.result(30)
 
 
+@pytest.mark.nightly
 def test_too_many_resets_end_the_job(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, reset_limit=0)
     os.kill(pid_of(tmp_path, 1, 1), signal.SIGKILL)
@@ -159,6 +164,7 @@ def test_a_bug_in_the_function_fails_the_job_once_with_its_traceback(start_job):
     assert "spark_elastic/task" not in error.value.traceback
 
 
+@pytest.mark.nightly
 def test_leaving_by_sys_exit_is_not_finishing(start_job):
     def leaves():
         loops.rank_and_size()
@@ -168,6 +174,7 @@ def test_leaving_by_sys_exit_is_not_finishing(start_job):
         start_job(leaves).result(30)
 
 
+@pytest.mark.nightly
 def test_a_process_that_exits_with_0_is_not_a_success(start_job):
     def vanishes():
         os._exit(0)
@@ -187,6 +194,7 @@ def test_workers_that_cannot_start_fail_the_job_with_their_stderr(start_job):
     assert error.value.attempts in (3, 4)
 
 
+@pytest.mark.nightly
 def test_a_forked_child_that_ends_in_the_function_ends_itself_alone(start_job):
     def forks():
         loops.rank_and_size()
@@ -205,6 +213,7 @@ def test_a_forked_child_that_ends_in_the_function_ends_itself_alone(start_job):
     assert start_job(forks).result(60) == [[3, 1, 0]] * 2
 
 
+@pytest.mark.nightly
 def test_a_result_that_cannot_be_pickled_says_so(start_job):
     def unpicklable():
         loops.rank_and_size()
@@ -233,6 +242,7 @@ def test_cancel_ends_everything_within_seconds(start_job, tmp_path):
         job.result(0)
 
 
+@pytest.mark.nightly
 def test_cancel_before_the_workers_are_up(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 100_000))
     job.cancel("changed my mind")
@@ -240,6 +250,7 @@ def test_cancel_before_the_workers_are_up(start_job, tmp_path):
         job.result(0)
 
 
+@pytest.mark.nightly
 def test_two_jobs_at_once_do_not_disturb_each_other(start_job, tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -265,6 +276,7 @@ def test_output_arrives_line_by_line_with_its_rank(start_job, capsys):
     assert "[0]<stderr>:no newline at the end\n" in captured.err
 
 
+@pytest.mark.nightly
 def test_the_environment_reaches_the_workers(start_job):
     def reads():
         loops.rank_and_size()

@@ -41,6 +41,7 @@ def without_interface(agents, slot):
     return LaunchEnd(slot, outcome.cause, outcome)
 
 
+@pytest.mark.nightly
 def test_an_agent_that_nobody_reaches_is_sent_away_and_the_job_goes_on(start_job, tmp_path):
     told = []
 
@@ -58,6 +59,7 @@ def test_an_agent_that_nobody_reaches_is_sent_away_and_the_job_goes_on(start_job
     job.cancel()
 
 
+@pytest.mark.nightly
 def test_if_nobody_can_be_reached_the_job_fails_with_that(start_job, tmp_path):
     job = start_job(
         loops.steps,
@@ -81,6 +83,7 @@ def test_a_driver_that_can_launch_nothing_says_so_at_once(start_job, tmp_path):
     assert time.monotonic() - began < WAIT_S
 
 
+@pytest.mark.nightly
 def test_why_an_agent_never_joined_is_told_in_the_wait_and_in_the_error(start_job, tmp_path):
     def run_agent(real, agents, slot):
         return real(slot) if slot == 0 else LaunchEnd(slot, reported("No space left on device"))

@@ -73,6 +73,7 @@ def test_interface_that_vanishes_is_replaced_by_another_one(start_job, tmp_path)
     diary.check(job, job.result(WAIT_S))
 
 
+@pytest.mark.nightly
 def test_only_interface_that_may_be_used_vanishes_and_comes_back(start_job, tmp_path, caplog):
     name, address, hosts = f"sev{os.getpid() % 100000}", "10.254.77.1", ("127.0.0.1", "127.0.0.2")
     diary = Diary(tmp_path)
@@ -91,6 +92,7 @@ def test_only_interface_that_may_be_used_vanishes_and_comes_back(start_job, tmp_
         diary.check(job, job.result(WAIT_S))
 
 
+@pytest.mark.nightly
 def test_host_that_loses_the_only_interface_that_may_be_used_is_left_behind(start_job, tmp_path, caplog):
     """The interface belongs to both hosts here, so both lose it, and one of them is kept: it holds the state."""
     name, address, hosts = f"sev{os.getpid() % 100000}", "10.254.77.1", ("127.0.0.1", "127.0.0.2")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.integration.local.random_kills import loop_of, train
+
+pytestmark = pytest.mark.nightly
 
 PREIMPORT = ("torch",)
 

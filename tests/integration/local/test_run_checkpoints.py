@@ -62,6 +62,7 @@ def assert_resumed_at(returned: list[Any], first: int) -> None:
     assert [list(each) for each in returned] == [[first, list(range(LIMIT)), undisturbed(LIMIT)]] * 2
 
 
+@pytest.mark.nightly
 def test_a_second_driver_is_refused_and_resumes_once_the_first_was_killed(
     tmp_path: Path, driver: Callable[[int], subprocess.Popen[bytes]]
 ) -> None:
@@ -98,6 +99,7 @@ def is_worker(pid: int) -> bool:
     return "spark_elastic.task.main" in command_line(pid)
 
 
+@pytest.mark.nightly
 def test_damaged_checkpoints_are_not_used_and_a_finished_run_resumes_at_its_end(
     tmp_path: Path, start_job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 from tests.integration.local.standing_still import HEARTBEAT_TIMEOUT_S, STEPS
 from tests.integration.processes import GONE_S, MARK, assert_gone, marked, wait_until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -22,7 +22,7 @@ from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import JobStatus, StatusModel, WorkerStatus
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded
-from tests.integration.browser import chromium, errors, set_screen
+from tests.integration.browser import chromium, errors
 from tests.integration.local import loops
 from tests.integration.processes import wait_for_file, wait_until
 from tests.unit.ml.torch import trainings
@@ -84,6 +84,7 @@ def assert_harmless(browser: Any) -> None:
     assert errors(browser) == []
 
 
+@pytest.mark.nightly
 def test_page_shows_the_loss_of_a_worker_the_wait_and_the_failure(start_job, tmp_path, browser):
     folder = str(tmp_path)
     job = start_job(counting, (folder, 10**6), min_num_proc=2, cooldown_range=(4.0, 4.0), status_port=0, verbose=0)
@@ -138,24 +139,7 @@ def huge(now: float) -> Any:
     return model.document(JobStatus("running", 3, 1000, 10, "", 1000, 0, 700, 2), workers, lost, now, time.time())
 
 
-@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
-def test_page_of_a_huge_job_fits_its_window(browser, width, dark):
-    document = huge(time.monotonic())
-    server = served(lambda: document)
-    try:
-        set_screen(browser, width, dark=dark)
-        browser.get(server.url)
-        phase_is(browser, "running")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        assert "1,000 workers on 250 hosts" in text(browser, "hosts")
-        assert "the newest 200 of 700" in text(browser, "events")
-        assert browser.execute_script("return document.querySelectorAll('#curves svg').length") == 2
-        assert_harmless(browser)
-    finally:
-        server.close()
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
+@pytest.mark.nightly
 def test_page_says_that_the_driver_is_gone(browser):
     document = huge(time.monotonic())
     server = served(lambda: document)
@@ -167,28 +151,7 @@ def test_page_says_that_the_driver_is_gone(browser):
     assert "10.0k of 12.0k" in text(browser, "tiles")
 
 
-def test_two_jobs_have_two_pages_and_a_silent_one_has_none(start_job, tmp_path, capfd):
-    jobs = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        jobs.append(start_job(counting, (str(tmp_path / name), 10**6), num_proc=1))
-    urls = [job.status_url for job in jobs]
-    assert len({fetched(url)["job"] for url in urls}) == 2
-    assert len(set(urls)) == 2
-    assert all(url.startswith("http://127.0.0.1:") for url in urls)
-    silent = start_job(counting, (str(tmp_path), 1), num_proc=1, verbose=0)
-    off = start_job(counting, (str(tmp_path), 1), num_proc=1, status_port=None)
-    assert (silent.status_url, off.status_url) == (None, None)
-    wait_until(lambda: fetched(urls[0])["epochs"]["count"], LIMIT_S, "an epoch")
-    assert "spark_elastic_epochs_ended_total" in fetched(urls[0], "metrics")
-    for job in jobs:
-        job.cancel()
-        assert job.status_url is None
-    printed = re.findall(r"^spark_elastic: status page: (\S+)$", capfd.readouterr().err, re.M)
-    assert printed == urls
-    assert all(len(f"spark_elastic: status page: {url}") <= 80 for url in urls)
-
-
+@pytest.mark.nightly
 def test_token_of_the_environment_is_used_and_not_printed(start_job, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("SPARK_ELASTIC_STATUS_TOKEN", "a-secret-of-mine-0123")
     job = start_job(counting, (str(tmp_path), 30), num_proc=1)

@@ -4,6 +4,8 @@ import pytest
 
 from spark_elastic.errors import UnequalStepsError
 
+pytestmark = pytest.mark.nightly
+
 STALL_S = 3.0
 
 

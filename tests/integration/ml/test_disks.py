@@ -18,6 +18,8 @@ from tests.integration.processes import wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.fits import Fit
 
+pytestmark = pytest.mark.nightly
+
 DISK = "size=6m"
 STEPS = 100
 """Steps that have to be made while the disk fails: ten epochs, two of which end with a checkpoint."""

@@ -76,7 +76,7 @@ def digit_estimator() -> Any:
     "make",
     [
         pytest.param(digit_estimator, id="torch"),
-        pytest.param(keras_digit_estimator, id="keras", marks=pytest.mark.soak),
+        pytest.param(keras_digit_estimator, id="keras", marks=pytest.mark.nightly),
     ],
 )
 def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, digits: Any, tmp_path: Path) -> None:
@@ -101,6 +101,7 @@ def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(make: Any, 
     assert both[0] == both[1]
 
 
+@pytest.mark.nightly
 def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
     digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     assert [len(model.history) for model in models] == [1, 3]
 
 
+@pytest.mark.nightly
 def test_integers_reach_the_model_as_they_are_or_are_refused(spark: Any, tmp_path: Path) -> None:
     rows = [(20_000_001 + index, 2**40 + index, float(index)) for index in range(8)]
     df = spark.createDataFrame(rows, "user long, item long, price double").withColumn("label", F.col("price"))
@@ -187,6 +189,7 @@ def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
     assert len(estimator.fit(df).history) == 1
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:
     df = prepared(digits[0])
     estimator = ElasticTorchEstimator(

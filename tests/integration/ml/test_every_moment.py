@@ -192,6 +192,7 @@ def test_a_keras_fit_is_that_without_the_kill_and_resumes(cluster: Cluster, hold
     assert len(resumed.history) == EPOCHS + 1
 
 
+@pytest.mark.nightly
 def test_when_all_workers_are_lost_fit_goes_on_from_the_last_checkpoint(
     cluster: Cluster, hold: Hold, tmp_path: Path, undisturbed: Any
 ) -> None:

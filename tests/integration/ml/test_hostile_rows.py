@@ -28,6 +28,7 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from tests.integration.data.conftest import Rows
+from tests.nightly import by_night
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = 12
@@ -135,7 +136,10 @@ SAME_FOR_BOTH = pytest.mark.parametrize("here", ["torch"], indirect=True)
 
 @pytest.mark.parametrize(
     ("here", "kind"),
-    [*(("torch", kind) for kind in (*VALUES, *SCHEMA)), *(("keras", kind) for kind in OF_LABELS)],
+    [
+        *by_night([("torch", kind) for kind in (*VALUES, *SCHEMA)], but=[("torch", kind) for kind in VALUES]),
+        *by_night([("keras", kind) for kind in OF_LABELS]),
+    ],
     indirect=["here"],
 )
 def test_column_that_cannot_be_trained_on_is_named(here: ModuleType, spark: Any, store: Path, kind: str) -> None:
@@ -288,7 +292,7 @@ spark.stop()
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_cell_of_100_mb_is_trained_on(tmp_path: Path) -> None:
     """In a program of its own, whose JVM has the memory for it."""
     command = [sys.executable, "-c", HUGE_CELL, str(tmp_path)]

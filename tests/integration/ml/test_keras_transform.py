@@ -52,6 +52,7 @@ def rows(spark: Any) -> Any:
     return spark.createDataFrame(made, ["id", "a", "v", "word"]).repartition(3).cache()
 
 
+@pytest.mark.nightly
 def test_outputs_and_probabilities_are_what_the_model_gives(rows: Any) -> None:
     native = two_inputs()
     # The inputs of a dict are in the order of their names: word, x.

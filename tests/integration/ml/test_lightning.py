@@ -18,6 +18,8 @@ from tests.unit.ml.torch.estimators import weights_of
 pytest.importorskip("lightning.pytorch")
 from tests.unit.ml.torch.lightning_modules import Measured, trained_by_lightning
 
+pytestmark = pytest.mark.nightly
+
 EPOCHS, BATCH, ROWS, VALIDATION = 3, 20, 96, 32
 
 

@@ -17,6 +17,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.processes import children, wait_until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 240.0
 

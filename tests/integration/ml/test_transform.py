@@ -27,6 +27,7 @@ from spark_elastic.runs.trust import TRUST_VARIABLE
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from tests.integration.ml.modules import Logging, TwoInputs
+from tests.nightly import by_night
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
 WORD = TensorField("features_1", ("word",), "<i8", ())
@@ -49,7 +50,7 @@ def rows(spark: Any) -> Any:
     )
 
 
-@pytest.fixture(params=["only what is needed", "all columns"])
+@pytest.fixture(params=by_night(["only what is needed", "all columns"], but=["only what is needed"]))
 def sent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return which columns go to Python: those of the model, since Spark 4.1, or all, in earlier versions."""
     if request.param == "all columns":

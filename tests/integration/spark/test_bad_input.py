@@ -58,6 +58,7 @@ def cancelled(job, why):
     assert job.status().phase == "failed"
 
 
+@pytest.mark.nightly
 def test_a_job_can_be_cancelled_at_any_time(jobs):
     cancelled(jobs.start(abs, (-1,), num_proc=3), "at once")
 

@@ -76,7 +76,7 @@ TORCH = """
     import spark_elastic
     from spark_elastic import ElasticTorchEstimator
 
-    spark = SparkSession.builder.master("local[3]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     points = spark.range(2_000).select(F.randn(seed=1).alias("x"), F.randn(seed=2).alias("y"))
     points = points.withColumn("label", (F.col("x") > 0).cast("int"))
     driver = os.getpid()
@@ -162,6 +162,7 @@ SUBMITTED = """
 """
 
 
+@pytest.mark.nightly
 def test_submitted_program_is_not_drowned_by_sparks_log(tmp_path):
     import pyspark
 
@@ -209,6 +210,7 @@ OTHER_PYTHON = """
 """
 
 
+@pytest.mark.nightly
 def test_executors_python_without_packages_is_named_with_ours_before_any_worker_starts(tmp_path):
     bare = python_without_packages(tmp_path / "bare")
     said = say(tmp_path, OTHER_PYTHON, env={"PATH": f"{bare}:{BARE_PATH}"})

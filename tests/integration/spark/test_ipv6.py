@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 400
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.cluster,
-    pytest.mark.soak,
+    pytest.mark.nightly,
     pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
 ]
 

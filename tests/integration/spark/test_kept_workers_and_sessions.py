@@ -8,7 +8,11 @@ from spark_elastic import run
 from tests.integration.clusters import local
 from tests.integration.spark.test_kept_workers import wait_for_end, where_it_runs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="servers are for Linux")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="servers are for Linux"),
+]
 
 LONG_S = 600
 KEPT = {"verbose": 0, "keep_workers": LONG_S}

@@ -124,6 +124,7 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
+@pytest.mark.nightly
 def test_key_is_in_no_argument_environment_log_file_or_page(tmp_path: Path, log_file: Path) -> None:
     since = time.time() - 1.0
     local, events = tmp_path / "local", tmp_path / "events"

@@ -7,7 +7,7 @@ from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import is_alive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.soak]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ def worlds(job):
     return [record for record in job.events() if isinstance(record, WorldStarted)]
 
 
+@pytest.mark.nightly
 def test_results_come_by_rank_from_as_many_workers_as_there_are_slots(jobs):
     def place():
         import spark_elastic.torch as hvd

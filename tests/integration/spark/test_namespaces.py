@@ -9,6 +9,7 @@ from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.cluster,
     pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
 ]

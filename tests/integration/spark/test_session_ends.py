@@ -66,6 +66,7 @@ def assert_all_gone(world):
             wait_until(lambda pid=entry[kind]: not is_alive(pid), GONE_S, f"{kind} {entry[kind]} is gone")
 
 
+@pytest.mark.nightly
 def test_workers_are_gone_within_seconds_of_the_driver_program(program):
     process, _, world = program
     process.kill()  # SIGTERM: tests/integration/local/test_jobs.py
@@ -73,6 +74,7 @@ def test_workers_are_gone_within_seconds_of_the_driver_program(program):
     assert_all_gone(world)
 
 
+@pytest.mark.nightly
 def test_a_job_ends_with_spark_s_jvm_and_names_it(program):
     process, jvm, world = program
     os.kill(jvm, signal.SIGKILL)

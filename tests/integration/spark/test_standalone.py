@@ -25,6 +25,7 @@ def gone(entry):
     wait_until(lambda: not is_alive(entry["pid"]), GONE_S, f"worker {entry['pid']} is gone")
 
 
+@pytest.mark.nightly
 def test_executors_go_and_come_and_the_training_goes_on(jobs, cluster):
     job, diary = jobs.train(2, max_num_proc=3)
     world = diary.wait_for_world(2)
@@ -72,6 +73,7 @@ def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     assert len(finished(job, diary)) == 1
 
 
+@pytest.mark.nightly
 def test_all_executors_lost_is_a_clear_error(jobs, cluster):
     job, diary = jobs.train(1)
     diary.wait_for_world(1)

@@ -15,7 +15,7 @@ from tests.integration.processes import GONE_S, children, wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ def cluster():
         yield running
 
 
+@pytest.mark.nightly
 def test_data_loader_processes_go_with_their_worker(jobs):
     job, diary = jobs.train(2, training={"ballast": 0, "commit_every": 1, "loader_workers": 2})
     world = diary.wait_for_world(2)

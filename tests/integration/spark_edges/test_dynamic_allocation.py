@@ -11,7 +11,7 @@ from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import Standalone
 from tests.integration.spark_edges.fake_agent import Ends, fake_agent, probe, started
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 SETTINGS = {
     "spark.dynamicAllocation.enabled": "true",

@@ -11,7 +11,7 @@ from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local_cluster
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

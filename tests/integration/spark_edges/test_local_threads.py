@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,11 +11,11 @@ from spark_elastic.errors import NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
 from spark_elastic.spark.classic import ClassicCluster
 from spark_elastic.spark.discovery import Waiting, wait_for_slots
-from spark_elastic.spark.launcher import SparkLauncher, kills_reused_workers
+from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, shared_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
 from tests.leftovers import Before, nothing_left
 
 pytestmark = pytest.mark.cluster
@@ -54,6 +53,7 @@ def test_outcome_of_an_agent_comes_back_with_its_result(launch):
     assert (slot, why, outcome.worker, outcome.result) == (2, "done", 2, b"forty-two")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("apart", [True, False])
 def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_before(cluster, launch, apart):
     others = set(cluster.sc.parallelize(range(8), 4).map(lambda _: os.getpid()).collect())
@@ -64,14 +64,6 @@ def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_be
         launcher.launch(0)
         pids.append(int(ends.wait_for(count)[-1][2].result))
     assert len(set(pids) - others) == (2 if apart else 0)
-
-
-@pytest.mark.parametrize(
-    ("version", "kills"),
-    [("3.5.3", True), ("4.0.0", True), ("4.2.0.dev1", True), ("4.3.0", False), ("4.10.1", False), ("5.0", False)],
-)
-def test_versions_of_spark_that_may_kill_reused_workers_are_known(version, kills):
-    assert kills_reused_workers(version) is kills
 
 
 @pytest.mark.parametrize(
@@ -92,6 +84,7 @@ def test_failure_of_an_agent_is_told_in_one_line(launch, payload, reason):
     assert outcome is None
 
 
+@pytest.mark.nightly
 def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     launcher.launch(0)
@@ -105,6 +98,7 @@ def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     assert len(ends.seen) == 1
 
 
+@pytest.mark.nightly
 def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to_end(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     assert not launcher.admit(0, 1)
@@ -118,6 +112,7 @@ def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to
     assert [launcher.admit(0, 1), launcher.admit(0, 2)] == [False, True]
 
 
+@pytest.mark.nightly
 def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     for slot in range(6):  # two more than can run
@@ -129,6 +124,7 @@ def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_pat
     assert {why for _, why, _, _ in ends.wait_for(7)} == {"the job is over", "the launcher is closed"}
 
 
+@pytest.mark.nightly
 def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
     me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
     launcher, ends = launch("return x")
@@ -195,6 +191,7 @@ def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 
 
+@pytest.mark.nightly
 def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, launch, tmp_path):
     launcher, _ = launch(f"stay {tmp_path}")
     launcher.launch(0)
@@ -213,23 +210,3 @@ def test_pickled_call_names_a_captured_spark_session(cluster):
     session = cluster.spark
     with pytest.raises(NotPicklableError, match="session"):
         pickled(lambda: session.range(3))
-
-
-def broadcasts(cluster) -> list[str]:
-    return [path.name for path in Path(cluster.sc._temp_dir).iterdir()]
-
-
-def test_what_all_slots_share_is_in_one_file_until_the_launcher_closes(cluster):
-    before = Before()
-    files, ends = broadcasts(cluster), Ends()
-    launcher = SparkLauncher(
-        cluster.sc, shared_agent, lambda slot: b"", ends, shared=bytes(3_000_000), description="test"
-    )
-    for slot in range(3):
-        launcher.launch(slot)
-    wait_until(lambda: len(ends.seen) == 3, WAIT_S, "three ends")
-    assert [outcome.result for _, _, outcome, _ in ends.seen] == [b"3000000"] * 3
-    assert len(broadcasts(cluster)) == len(files) + 1
-    launcher.close(WAIT_S)
-    assert broadcasts(cluster) == files
-    before.assert_no_threads_left()

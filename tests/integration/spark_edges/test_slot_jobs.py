@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from spark_elastic.spark.launcher import SparkLauncher
 from tests.integration.clusters import local
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +51,3 @@ def test_slots_that_the_user_cancels_end_with_that_reason(cluster, tmp_path, how
         cluster.sc.cancelAllJobs()
     assert all("job was cancelled" in why for _, why, _, _ in ends.wait_for(2))
     launcher.close(WAIT_S)
-
-
-def test_description_is_shown_as_it_is_and_properties_are_those_of_the_caller(cluster, tmp_path):
-    description = 'a "quoted" <b>job</b> & 日本 😀 100% \\n\n$x'
-    inherited = {"spark.scheduler.pool": "training", "mine": "a=b;c", "spark.jobGroup.id": "of the caller"}
-    for name, value in inherited.items():
-        cluster.sc.setLocalProperty(name, value)
-    try:
-        launcher, _ = launcher_of(cluster, f"stay {tmp_path}", description)
-    finally:
-        for name in inherited:
-            cluster.sc.setLocalProperty(name, None)
-    cluster.sc.setLocalProperty("mine", "changed since")
-    thread = threading.Thread(target=launcher.launch, args=(3,))
-    thread.start()
-    started(tmp_path, 1)
-    [number] = active_jobs(cluster)
-    job = cluster.sc._jsc.sc().statusStore().job(number)
-    assert job.description().get() == f"{description}: worker slot 3"
-    assert job.jobGroup().get().startswith("spark_elastic-")
-    active = cluster.sc._jsc.sc().dagScheduler().activeJobs().toSeq()
-    [properties] = [active.apply(index).properties() for index in range(active.size())]
-    assert properties.getProperty("mine") == "a=b;c"
-    assert properties.getProperty("spark.scheduler.pool") == "training"
-    launcher.close(WAIT_S)
-    cluster.sc.setLocalProperty("mine", None)

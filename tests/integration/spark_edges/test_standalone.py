@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
-from pathlib import Path
 
-import psutil
 import pytest
 
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
@@ -14,11 +11,10 @@ from spark_elastic.spark.executors import ExecutorListener, ExecutorWatch
 from spark_elastic.spark.failures import loss_of_executor
 from spark_elastic.spark.launcher import SparkLauncher
 from tests.integration.clusters import standalone
-from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
-from tests.leftovers import Before, nothing_left
+from tests.leftovers import Before
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -31,33 +27,6 @@ def test_probe_reports_the_addresses_that_the_workers_were_given(cluster):
     reports = [report for report, _ in probe(cluster.sc, 2, 60.0).seen]
     assert {report.host for report in reports} == set(cluster.worker_hosts())
     assert {report.executor for report in reports} == set(cluster.executors())
-
-
-def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
-    me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
-
-    def dispatchers():
-        """Threads of Spark's listener bus; Linux keeps the first 15 characters of their names."""
-        found = 0
-        for thread in jvm.threads():
-            with contextlib.suppress(OSError):  # some other thread of the JVM that just ended
-                found += Path(f"/proc/{jvm.pid}/task/{thread.id}/comm").read_text().startswith("spark-listener-")
-        return found
-
-    def cycle():
-        listener = ExecutorListener(cluster.sc)
-        assert listener.poll(0.01) is None
-        listener.close()
-        listener.close()
-
-    cycle()
-    listening, descriptors = dispatchers(), me.num_fds()
-    with nothing_left():
-        for _ in range(20):
-            cycle()
-    assert me.num_fds() < descriptors + 10  # Spark may open some of its own: fewer than one for each listener
-    # a queue that was removed is stopped at once, and its thread has ended a moment later
-    wait_until(lambda: dispatchers() <= listening, WAIT_S, "threads of the listener bus to end")
 
 
 def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_is_added(cluster):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,15 @@ from spark_elastic.trackers.mlflow import _MLflowFit
 from tests.integration.local.driver_fits import Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
+pytestmark = pytest.mark.nightly
+
 
 def points(mlflow: Any, run_id: str | None, name: str) -> list[tuple[int, float]]:
     """The metric's (step, value)s, as they were logged."""
     return [(each.step, each.value) for each in mlflow.MlflowClient().get_metric_history(run_id, name)]
 
 
+@pytest.mark.nightly
 def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     mlflow: Any, rows: Dataset, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     assert np.allclose(served.predict(features), own)
 
 
+@pytest.mark.nightly
 def test_active_run_is_logged_to_and_left_active_and_a_nested_run_is_its_child(mlflow: Any, rows: Dataset) -> None:
     same, below = MLflowCallback(log_models=[]), MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as active:
@@ -86,6 +88,7 @@ class LogsInWorker(Callback):
             mlflow.log_metrics({"own_loss": logs["loss"]}, step=run.epoch)
 
 
+@pytest.mark.nightly
 def test_worker_that_calls_mlflow_reaches_the_run_of_the_driver(
     mlflow: Any, rows: Dataset, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -120,7 +123,7 @@ class At(DriverCallback):
             self.call()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_server_that_dies_and_comes_back_gets_all_epochs(mlflow: Any, rows: Dataset, tmp_path: Path) -> None:
     with tracking_server(tmp_path) as dying:
         mlflow.set_tracking_uri(dying.uri)
@@ -139,7 +142,7 @@ def test_fit_ends_well_without_a_server(mlflow: Any, rows: Dataset, caplog: Any)
     assert said.startswith("the run could not be logged to MLflow")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_failed_fit_is_a_failed_run_with_its_error(mlflow: Any, rows: Dataset) -> None:
     class Wrong(Exception):
         pass
@@ -167,58 +170,7 @@ def fit_of(*callbacks: DriverCallback, epochs: int = 1, values: dict[str, float]
         session.succeeded(DriverResult())
 
 
-class Does(DriverCallback):
-    """Calls a function at the end of each epoch."""
-
-    def __init__(self, does: Callable[[], Any]) -> None:
-        self.does = does
-
-    def on_epoch_end(self, row: Any) -> None:
-        self.does()
-
-
-def test_run_that_the_user_makes_during_a_fit_stays_active_and_the_fits_own_is_ended(mlflow: Any) -> None:
-    tracker = MLflowCallback(log_models=[])
-
-    def end_and_begin() -> None:
-        mlflow.end_run("KILLED")
-        mlflow.start_run()
-
-    fit_of(tracker, Does(end_and_begin))
-    own = mlflow.active_run()
-    assert own is not None, "the user's run is not the callback's to end"
-    assert own.info.run_id != tracker.run_id
-    assert mlflow.get_run(own.info.run_id).info.status == "RUNNING"
-    assert mlflow.get_run(tracker.run_id).info.status == "KILLED", "as the user has ended it"
-    mlflow.end_run()
-
-
-def test_model_is_logged_to_the_fits_run_though_the_user_has_ended_it(mlflow: Any, rows: Dataset) -> None:
-    tracker = MLflowCallback(log_models=["native"])
-    estimator(tracker, Does(lambda: mlflow.end_run("KILLED")), num_proc=1, epochs=1).from_dataset_path(rows)
-    assert mlflow.active_run() is None
-    assert mlflow.get_run(tracker.run_id).info.status == "KILLED"
-    assert mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model") is not None
-
-
-def test_fit_within_an_event_of_another_has_a_run_of_its_own(mlflow: Any) -> None:
-    tracker = MLflowCallback(log_models=[], nested=True)
-    inner: list[str | None] = []
-
-    def fit_another() -> None:
-        if not inner:
-            fit_of(tracker, epochs=1)
-            inner.append(tracker.run_id)
-
-    fit_of(Does(fit_another), tracker, epochs=3)
-    (outer,) = mlflow.search_runs(
-        filter_string=f"run_id = '{mlflow.get_run(inner[0]).data.tags['mlflow.parentRunId']}'", output_format="list"
-    )
-    assert len(points(mlflow, outer.info.run_id, "loss")) == 3
-    assert len(points(mlflow, inner[0], "loss")) == 1
-    assert outer.info.status == "FINISHED"
-
-
+@pytest.mark.nightly
 def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as parent:
@@ -236,6 +188,7 @@ def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began
     assert mlflow.get_run(found[0]).info.status == "FINISHED"
 
 
+@pytest.mark.nightly
 def test_fits_of_a_list_of_settings_are_children_of_the_active_run(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[])
     found: list[str | None] = []
@@ -277,35 +230,3 @@ def test_what_a_server_never_takes_holds_up_nothing_else(mlflow: Any, monkeypatc
     said = [record.message for record in caplog.records if record.name == "spark_elastic.mlflow"]
     assert sum("the settings could not be logged" in text for text in said) == 1
     assert sum("the events could not be logged" in text for text in said) == 1
-
-
-def test_name_that_mlflow_refuses_loses_no_other_value_of_the_epoch(mlflow: Any, caplog: Any) -> None:
-    tracker = MLflowCallback(log_models=[], tags={"fold": 3})  # type: ignore[dict-item]
-    fit_of(
-        tracker,
-        values={
-            "a/../b": 1.0,
-            "/root": 2.0,
-            "n" * 300: 3.0,
-            "top/5": 4.0,
-        },
-    )
-    run = mlflow.get_run(tracker.run_id)
-    assert not [record for record in caplog.records if record.name == "spark_elastic.mlflow"]
-    assert run.data.metrics["loss"] == 0.5
-    assert run.data.metrics["top/5"] == 4.0
-    assert len(run.data.metrics) == 1 + 4
-    assert run.data.tags["fold"] == "3"
-
-
-def test_slow_server_delays_no_epoch_and_a_fit_ends_without_it(mlflow: Any, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("spark_elastic.trackers.mlflow.END_WAIT_S", 0.2)
-    answers = threading.Event()
-    monkeypatch.setattr(_MLflowFit, "_log_settings", lambda fit: answers.wait(60))
-    tracker = MLflowCallback(log_models=[])
-    began = time.monotonic()
-    fit_of(tracker, epochs=6)
-    answers.set()
-    assert time.monotonic() - began < 10
-    assert [each.message for each in caplog.records if "is incomplete" in each.message]
-    assert mlflow.active_run() is None

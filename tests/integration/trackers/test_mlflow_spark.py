@@ -17,6 +17,8 @@ from spark_elastic.errors import CheckpointError
 from tests.integration.clusters import local
 from tests.integration.trackers.own_net import OwnNet
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[Any]:
@@ -104,7 +106,7 @@ def test_autologging_alone_logs_settings_epochs_and_a_model_that_pyfunc_serves_o
     assert list(served.predict(asked)) == own
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_autologging_and_callback_log_to_one_run_and_nothing_twice(mlflow: Any, rows: Any, autologging: None) -> None:
     count = len(mlflow.search_runs())
     tracker = MLflowCallback()
@@ -119,7 +121,7 @@ def test_autologging_and_callback_log_to_one_run_and_nothing_twice(mlflow: Any, 
     assert "spark_model" not in artifacts, "autologging has logged it as model"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_search_under_autologging_keeps_its_own_run_free_of_the_curves_of_its_fits(
     mlflow: Any, rows: Any, autologging: None
 ) -> None:

@@ -37,7 +37,7 @@ def test_fit_with_a_kill_has_curves_workers_and_events(rows: Dataset, tmp_path: 
     assert b"| batch_size | 16 |" in settings.tensor_proto.string_val[0]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_folder_that_disappears_costs_a_warning_and_not_the_fit(rows: Dataset, tmp_path: Path, caplog: Any) -> None:
     logs = tmp_path / "logs"
     callback = TensorBoardCallback(logs)

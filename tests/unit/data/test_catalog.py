@@ -22,7 +22,6 @@ from spark_elastic.data.catalog import (
     mark_used,
 )
 from spark_elastic.data.dataset import Dataset, pack
-from spark_elastic.data.materialization import long_write
 from spark_elastic.data.store import Store
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -159,18 +158,6 @@ def test_temporary_datasets_are_deleted_at_exit_unless_kept_since(store):
     assert names(store) == ["kept later"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kept", "line"),
-    [
-        (29.0, False, None),
-        (212.3, False, "rows written in 212 s; dataset_id= keeps them"),
-        (212.3, True, "rows written in 212 s to {url}"),
-    ],
-)
-def test_write_that_took_long_says_how_rows_are_used_again(store, seconds, kept, line):
-    assert long_write(seconds, store, kept) == (line and line.format(url=store.url))
-
-
 def test_forked_child_deletes_nothing(store):
     make(store, "set", keep=False)
     child = os.fork()
@@ -195,32 +182,3 @@ def test_datasets_in_remote_stores_are_cleaned_up_too():
     assert names(store) == ["kept"]
     assert clear_cache(store) == ["kept"]
     assert names(store) == []
-
-
-class Closed:
-    """A filesystem that does not work any more at exit."""
-
-    type_name = "closed"
-
-    def get_file_info(self, path):
-        raise RuntimeError("already finalised")
-
-    def open_output_stream(self, path, compression):
-        return open(os.devnull, "wb")
-
-    def create_dir(self, path, recursive):
-        pass
-
-    def move(self, source, target):
-        pass
-
-
-def test_failed_deletion_does_not_keep_the_other_datasets(store, caplog):
-    gone = Store("closed://x", "x", Closed())
-    with pytest.raises(RuntimeError):  # whether the dataset is kept cannot be read
-        mark_used(gone, keep=False)
-    catalog._temporary[gone.address] = (gone, os.getpid())
-    make(store, "set", keep=False)
-    delete_temporary()
-    assert names(store) == []
-    assert "closed://x could not be deleted: already finalised" in caplog.text

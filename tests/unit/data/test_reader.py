@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from spark_elastic.data.dataset import pack
 from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.data.rows import Sidecars
 from spark_elastic.errors import DatasetError, InvalidSettingsError
-from tests.integration.processes import wait_until
 from tests.leftovers import nothing_left
 from tests.unit.data.datasets import labels, numbered
 
@@ -224,39 +222,6 @@ def test_error_while_gathering_is_raised_after_the_batches_before_it(tmp_path, p
             seen.extend(reader.epoch(0))
         assert sum(batch.rows for batch in seen) in range(16_000, 40_000)
         assert next(reader.epoch(0)).rows == 1000  # and nothing hangs
-
-
-@pytest.mark.parametrize(
-    ("fields", "batch", "prefetch", "most"),
-    [
-        (["id", "raw"], 32, 1, 14_000_000),  # many batches in a group
-        (["id", "raw"], 8192, 1, 2 * 8192 * 1025),  # a batch is a group: one ahead, and one that was taken
-        (["id", "wide"], 32, 3, 14_000_000),
-        (["id"], 32, 3, 0),
-    ],
-)
-def test_values_of_variable_length_count_as_bytes_that_are_gathered_ahead(tmp_path, fields, batch, prefetch, most):
-    rows = 60_000
-    wide = np.zeros((rows, 256), np.float32)
-    wide[:, 7] = 1
-    dataset = pack({"id": np.arange(rows), "raw": [b"x" * 1000] * rows, "wide": wide}, tmp_path, sparse=["wide"])
-    gathered = []
-
-    class Counted(Sidecars):
-        def values(self, field, references, shards):
-            made = super().values(field, references, shards)
-            gathered.append(made.nbytes if isinstance(made, np.ndarray) else sum(map(len, made)))
-            return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spark_elastic.data.files.Sidecars", Counted)
-        with dataset.reader(batch_size=batch, prefetch=prefetch, fields=fields) as reader:
-            epoch = reader.epoch(0)
-            next(epoch)
-            (groups,) = reader._running
-            wait_until(lambda: groups._ready.qsize() == (2 if batch < 8192 else 1), 30, "groups are ahead")
-            assert not groups._room.acquire(blocking=False), "and no more of them"
-            assert sum(gathered) <= most
 
 
 def maps_of(folder):

@@ -144,6 +144,7 @@ def test_cache_keeps_its_limit_as_shards_come_and_go(tmp_path):
     assert far.read_bytes > dataset.manifest.nbytes("train"), "the second epoch fetches again what was deleted"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_size", [100, 2048])
 def test_workers_of_a_host_that_read_in_the_order_of_the_files_fit_into_the_least(batch_size, tmp_path, monkeypatch):
     """The second worker is as far ahead as its read-ahead allows whenever the first one, which has none, needs rows."""
@@ -200,6 +201,7 @@ def test_disk_without_room_for_the_shards_is_named_at_the_start(tmp_path, monkey
         dataset.reader(batch_size=10, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.nightly
 def test_shards_unread_for_days_are_deleted_unless_held(tmp_path):
     cache = tmp_path / "cache"
     numbered(tmp_path / "set", [1024, 1024, 1024])
@@ -246,6 +248,7 @@ def test_damaged_copy_is_fetched_again(tmp_path, damage):
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+@pytest.mark.nightly
 def test_damage_in_rows_that_a_rank_does_not_read_is_refused_by_it_too(tmp_path):
     numbered(tmp_path / "set", [40_000])
     with (tmp_path / "set" / "0.rows").open("r+b") as file:
@@ -366,6 +369,7 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
                 assert before.threads()
 
 
+@pytest.mark.nightly
 def test_shuffle_of_more_shards_than_files_may_be_open_raises_that_limit(tmp_path):
     numbered(tmp_path / "set", [5] * 90)
     _, dataset = remote(tmp_path / "set")

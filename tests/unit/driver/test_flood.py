@@ -40,6 +40,8 @@ asyncio.run(serve())
 
 FLOODER = """
 import errno, resource, select, socket, sys, time
+
+pytestmark = pytest.mark.nightly
 HELD = 700
 port, rubbish, until = int(sys.argv[1]), sys.argv[2] == "rubbish", time.monotonic() + 60
 poller, held, lost, told = select.epoll(), {}, 0, False

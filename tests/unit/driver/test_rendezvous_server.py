@@ -147,6 +147,7 @@ def a_world(round, workers, hosts=2):
     return wire.WorldAssigned(World(round, members, 0, None, True), tuple(each.place.host for each in members))
 
 
+@pytest.mark.nightly
 def test_world_is_encoded_once_for_all_members(served, monkeypatch):
     encoded = []
 
@@ -252,6 +253,7 @@ def is_closed(sock):
         return True
 
 
+@pytest.mark.nightly
 def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     inboxes = []
 
@@ -268,6 +270,7 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
         inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
 
 
+@pytest.mark.nightly
 def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
     async def refuse():
         log = RefusalLog()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import threading
 import time
@@ -19,7 +18,6 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.membership.timeline import JobEnded
 from spark_elastic.reporting.job_status import JobStatus, StatusModel
 from spark_elastic.settings import ElasticSettings
-from tests.integration.processes import wait_until
 from tests.leftovers import Before
 from tests.unit.reporting.exposition import read
 
@@ -162,24 +160,6 @@ def test_connections_beyond_the_limit_are_refused(server: StatusServer, monkeypa
     assert ask(server, "/status.json", **BEARER)[0] == 200
 
 
-def test_idle_connections_cost_few_descriptors_and_a_request_gets_its_503(server: StatusServer) -> None:
-    most = status_server.MAX_CONNECTIONS + status_server.MAX_REFUSALS
-    before = len(os.listdir("/proc/self/fd"))
-    held = []
-    try:
-        for _ in range(400):
-            held.append(socket.create_connection(("127.0.0.1", port_of(server)), timeout=20))
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) - before - len(held) <= most, 20, "descriptors are closed")
-        assert ask(server, "/status.json", **BEARER)[0] == 503
-        displaced = held[status_server.MAX_CONNECTIONS]
-        assert displaced.recv(100).startswith(b"HTTP/1.1 503"), "and no reset"
-    finally:
-        for each in held:
-            each.close()
-    wait_until(lambda: not server._connections, 20, "connections are closed")
-    assert ask(server, "/status.json", **BEARER)[0] == 200
-
-
 def test_request_for_news_gets_the_final_state_when_the_job_ends(server: StatusServer, model: StatusModel) -> None:
     answers = []
     asking = threading.Thread(target=lambda: answers.append(ask(server, "/status.json?wait=30", **BEARER)))
@@ -242,15 +222,3 @@ def test_random_tokens_differ_and_a_given_one_is_checked_without_being_shown() -
         with pytest.raises(InvalidSettingsError, match="at least 16") as caught:
             make_token({TOKEN_VARIABLE: wrong})
         assert not wrong or wrong not in str(caught.value)
-
-
-def test_reader_that_is_between_two_requests_at_the_end_learns_of_it(server: StatusServer, model: StatusModel) -> None:
-    assert json.loads(ask(server, "/status.json?wait=0.1", **BEARER)[2])["ended"] is None
-    model.record(JobEnded(time.monotonic(), "finished", "done"), 0)
-    closing = threading.Thread(target=server.close)
-    closing.start()
-    time.sleep(0.2)  # what a reader does with an answer
-    assert json.loads(ask(server, "/status.json?wait=0.1", **BEARER)[2])["reason"] == "done"
-    began = time.monotonic()
-    closing.join()
-    assert time.monotonic() - began < 0.3, "there is nobody else to wait for"

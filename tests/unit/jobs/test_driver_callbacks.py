@@ -176,32 +176,3 @@ def test_callbacks_of_run_must_be_of_this_kind() -> None:
         InvalidSettingsError, match=r"callbacks must be a list of spark_elastic.DriverCallback, not \[3"
     ):
         run_async(print, callbacks=[3], num_proc=1, launcher=LocalLauncher())  # type: ignore[list-item]
-
-
-def test_row_that_a_callback_changes_is_whole_for_the_next_one() -> None:
-    class Greedy(DriverCallback):
-        def on_epoch_end(self, row: Any) -> None:
-            row.clear()
-
-    after = Recording()
-    session = CallbackSession([Greedy(), after])
-    session.epoch_ended(row(0), None)
-    deliver(session)
-    assert after.seen == [0]
-
-
-def test_stop_before_a_job_of_run_began_needs_no_event_of_the_job() -> None:
-    session = CallbackSession([Recording(start="not today")])
-    with session.fit(DriverRun("E")):
-        session.deliver(until_stop=True)  # would wait for ever
-    assert session.stop_reason == "not today"
-
-
-@pytest.mark.parametrize("event", ["start", "epoch0", "end"])
-def test_stop_iteration_of_a_callback_is_raised_as_itself(event: str) -> None:
-    error = StopIteration("no more trials")
-    session = CallbackSession([Recording(**{event: error})])
-    session.epoch_ended(row(0), None)
-    with pytest.raises(StopIteration) as raised, session.fit(DriverRun("E")):
-        deliver(session)
-    assert raised.value is error

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.nightly import by_night
+
 TORCH_WORLD = """
 def gradients(norm, mine):
     import keras, numpy as np, torch
@@ -69,6 +71,7 @@ def in_a_process(code, backend, **more):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.nightly
 def test_keras_on_torch_survives_a_loss_and_synchronises_batch_statistics(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """
@@ -88,7 +91,7 @@ assert all(len(values) == 3 for values in one[5].values())
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("backend", ["jax", "numpy"])
+@pytest.mark.parametrize("backend", by_night(["jax", "numpy"], but=["jax"]))
 def test_unsupported_backend_is_reported_before_keras_imports_it(backend):
     done = in_a_process("import spark_elastic.keras", backend)
     assert f"UsageError: Keras is set to the {backend} backend" in done.stderr

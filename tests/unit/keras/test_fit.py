@@ -11,6 +11,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.nightly import by_night
 from tests.unit.keras.test_keras_state import CLASSES
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -169,13 +170,16 @@ def undisturbed(passes):
 
 @pytest.mark.parametrize(
     ("where", "passes", "options"),
-    [
-        ("begin", 1, {}),
-        ("reduction", 1, {"steps_per_execution": 4}),
-        ("begin", 2, {}),
-        ("begin", 1, {"run_eagerly": True}),
-        ("epoch", 1, {}),
-    ],
+    by_night(
+        [
+            ("begin", 1, {}),
+            ("reduction", 1, {"steps_per_execution": 4}),
+            ("begin", 2, {}),
+            ("begin", 1, {"run_eagerly": True}),
+            ("epoch", 1, {}),
+        ],
+        but=[("begin", 1, {})],
+    ),
 )
 def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     """Rows are noted by the layer, inside of the step: a step that failed must not have left them noted.
@@ -192,6 +196,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
 
 
+@pytest.mark.nightly
 def test_rank_0_may_die_and_another_after_it():
     (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)
@@ -211,35 +216,3 @@ def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values(alone):
         np.testing.assert_array_equal(old, variable.numpy())
     assert int(model.optimizer.steps_applied()) == 0
     assert dataset.rows == ROWS
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, steps):
-    traced = []
-
-    class Traced(keras.Sequential):
-        def train_step(self, data):
-            traced.append(1)
-            return super().train_step(data)
-
-    model = Traced([*build(seed=1).layers, keras.layers.Dropout(0.5)])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
-    compiled(model, optimizer, steps_per_execution=steps)
-    state = KerasState(model, batch=0, epoch=0)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    # what does not depend on data runs beside it (the layer's count of calls): synchronising the state overwrites that
-    kept = [*model.trainable_variables, *model.optimizer.variables]
-    before = [variable.numpy() for variable in kept]
-    state._before_joining()
-    at_once = len(traced)
-    assert at_once
-    for old, variable in zip(before, kept, strict=True):
-        np.testing.assert_array_equal(old, variable.numpy())
-
-    @hvd.elastic.run
-    def loop(state):
-        model.fit(dataset, epochs=1, verbose=0, callbacks=[ElasticCallback(state)])
-
-    loop(state)
-    assert len(traced) == at_once
-    assert int(model.optimizer.iterations) == ROWS // BATCH

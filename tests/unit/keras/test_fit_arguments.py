@@ -86,12 +86,14 @@ def test_class_weight_weighs_as_with_arrays(alone, one_hot):
     assert np.abs(weighted[1][0] - plain(one_hot=one_hot)[1][0]).max() > 0.01
 
 
+@pytest.mark.nightly
 def test_class_weight_multiplies_the_sample_weights(alone):
     own = np.linspace(0.5, 2.0, ROWS, dtype="float32")
     of_classes = np.array([WEIGHTS.get(int(label), 1.0) for label in data()[1]], "float32")
     same(elastic(own, class_weight=WEIGHTS), plain(own * of_classes))
 
 
+@pytest.mark.nightly
 def test_class_weight_of_one_fit_is_not_that_of_the_next(alone):
     model = build()
     state = KerasState(model, batch=0, epoch=0)
@@ -109,6 +111,7 @@ def weigh_in_a_world():
     return elastic(class_weight=WEIGHTS)[1]
 
 
+@pytest.mark.nightly
 def test_class_weight_does_not_depend_on_the_number_of_workers():
     (one,), several = together(weigh_in_a_world, count=1), together(weigh_in_a_world, count=3)
     for found in several:
@@ -139,6 +142,7 @@ tests.same(tests.elastic(class_weight=tests.WEIGHTS), tests.plain(class_weight=t
 """
 
 
+@pytest.mark.nightly
 def test_class_weight_on_torch_is_the_same():
     done = in_a_process(ON_TORCH, "torch")
     assert done.returncode == 0, done.stderr
@@ -160,6 +164,7 @@ def test_argument_that_keras_would_ignore_is_refused(alone, arguments, names):
         elastic(shuffled=True, **arguments)
 
 
+@pytest.mark.nightly
 def test_arguments_that_say_what_the_dataset_says_are_accepted(alone):
     same(elastic(batch_size=BATCH, shuffle=False, steps_per_epoch=ROWS // BATCH), plain())
 
@@ -313,6 +318,7 @@ def train_two_phases(dies):
     return [round(float(value)) for value in keras.ops.convert_to_numpy(rows)], weights_of(model), state.progress
 
 
+@pytest.mark.nightly
 def test_two_datasets_that_are_trained_one_after_the_other_keep_their_rows():
     quiet = together(train_two_phases, {}, count=3)
     assert quiet[0][0] == [2] * (FEW + MANY)

@@ -13,6 +13,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.nightly import by_night
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
 from tests.unit.keras.test_keras_state import Plain, numbers
 from tests.unit.world_link import die, link, tell
@@ -113,14 +114,20 @@ def check(results):
         assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
 
 
+IN_THE_MIDDLE = ("begin", "first", (3, 4), True)
+
+
 @pytest.mark.parametrize(
     ("phase", "where", "at", "made_anew"),
-    [
-        ("begin", "first", (3, 4), True),  # in the middle of an epoch
-        # the others wait in MetricAverageCallback, one has had callbacks before it
-        ("epoch", "first", (2, BATCHES), False),
-        ("epoch", "last", (3, 0), True),  # they have begun the next epoch
-    ],
+    by_night(
+        [
+            IN_THE_MIDDLE,
+            # the others wait in MetricAverageCallback, one has had callbacks before it
+            ("epoch", "first", (2, BATCHES), False),
+            ("epoch", "last", (3, 0), True),  # they have begun the next epoch
+        ],
+        but=[IN_THE_MIDDLE],
+    ),
 )
 def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
     results = together(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3, left=2)
@@ -169,7 +176,7 @@ def grow(unbuilt):
     }
 
 
-@pytest.mark.parametrize("unbuilt", [False, True])
+@pytest.mark.parametrize("unbuilt", by_night([False, True], but=[True]))
 def test_a_newcomer_that_joins_during_an_epoch_gets_all_of_the_others(unbuilt):
     """The epoch's number, weights, an optimizer that it has not built, and the memory of callbacks."""
     with WorldDriver(start_with=2) as driver:
@@ -221,6 +228,7 @@ def test_a_fit_stopped_by_a_callback_is_not_resumed(alone):
     assert int(model.optimizer.iterations) == 3 * BATCHES + 2 * -(-90 // 32)
 
 
+@pytest.mark.nightly
 def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
     model, state, dataset = ready()
     waits = []
@@ -244,6 +252,7 @@ def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
     assert waits == [2, 0, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("counted_by", "lost"), [("fit", [2, 2]), ("fit", [0]), ("loop", [1])])
 def test_code_between_fit_and_commit_runs_again_after_a_loss_there(alone, counted_by, lost):
     """One `fit` an epoch, whose loss is noted after it; `lost`: collectives of the code fail so often."""
@@ -277,6 +286,7 @@ def test_code_between_fit_and_commit_runs_again_after_a_loss_there(alone, counte
     assert int(model.optimizer.iterations) == 3 * -(-len(data()[0]) // BATCH)
 
 
+@pytest.mark.nightly
 def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
     model, state, dataset = ready()
     failed = []
@@ -349,6 +359,7 @@ class ShrinksEachBatch(keras.callbacks.Callback):
         self.model.optimizer.learning_rate *= 0.99
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("within_epochs", [False, True])
 @pytest.mark.parametrize(("how", "at"), LEFT)
 def test_a_rate_that_an_epoch_begins_with_decays_once_an_epoch(alone, how, at, within_epochs):
@@ -368,6 +379,7 @@ class AddsToLogs(keras.callbacks.Callback):
         logs["object"] = slice(epoch)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("how", "at"), [("loss", "batch"), ("change", "epoch")])
 def test_the_history_keeps_tensors_and_objects_of_the_logs(alone, how, at):
     history = trained_with(lambda model: [AddsToLogs()], how, at).history

@@ -11,6 +11,7 @@ import pytest
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow.keras as hvd_tf
 from spark_elastic.errors import UsageError
+from tests.nightly import by_night
 from tests.unit.worlds import together
 
 
@@ -74,7 +75,7 @@ def partial(passes):
     return checks
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", by_night([1, 2], but=[2]))
 def test_collectives_on_values_and_local_layers(passes):
     for checks in together(partial, passes):
         assert [name for name, right in checks.items() if not right] == []
@@ -89,6 +90,7 @@ def best(folder):
     return checkpoint.best < 1.0
 
 
+@pytest.mark.nightly
 def test_best_model_is_written_by_rank_0_and_tracked_by_all_members(tmp_path):
     assert together(best, str(tmp_path)) == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["0.keras"]

@@ -9,6 +9,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
+from tests.nightly import by_night
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver, together
 
@@ -108,6 +109,7 @@ def test_an_optimizer_that_comes_with_compile_is_kept_too(alone):
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.nightly
 def test_a_state_takes_up_that_of_an_earlier_call_of_the_loop(alone):
     def build(value):
         model = compiled()
@@ -165,7 +167,7 @@ def synchronised(dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [None, "mixed_bfloat16"])
+@pytest.mark.parametrize("dtype", by_night([None, "mixed_bfloat16"], but=[None]))
 def test_a_sync_takes_over_everything_from_its_root(dtype):
     first, second = together(synchronised, dtype)
     assert first == second
@@ -200,6 +202,7 @@ def unbuilt():
     return numbers(model, model.optimizer, extra), int(model.optimizer.iterations), model.optimizer.built
 
 
+@pytest.mark.nightly
 def test_a_newcomer_whose_model_and_optimizers_are_not_built_takes_them_over():
     first, second = together(unbuilt)
     assert first == second
@@ -217,6 +220,7 @@ def different_models():
     return "root"
 
 
+@pytest.mark.nightly
 def test_a_model_that_differs_from_the_roots_is_named():
     (answer,) = together(different_models, left=1)  # the root waits; its driver ends it when a function has raised
     assert "/kernel is (4, 6) float32 there, and (4, 7) float32" in answer
@@ -256,6 +260,7 @@ def fits_in_a_reset_callback():
     return resets, entries, hvd.allgather_object((state.epoch, state.progress, trained))
 
 
+@pytest.mark.nightly
 def test_fit_in_a_reset_callback_waits_for_nobody_and_its_step_is_not_counted():
     with WorldDriver(start_with=2) as driver:
         driver.start(fits_in_a_reset_callback, count=2)

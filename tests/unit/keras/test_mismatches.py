@@ -12,6 +12,7 @@ import tensorflow as tf
 import spark_elastic.keras as hk
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
+from tests.nightly import by_night
 from tests.unit.worlds import together
 
 
@@ -98,6 +99,7 @@ def test_models_that_differ_before_the_second_step_are_an_error_with_a_remedy():
             assert "hvd.broadcast_variables(model.variables, root_rank=0)" in result, how
 
 
+@pytest.mark.nightly
 def test_models_are_compared_within_the_set_and_not_with_ranks_that_have_joined():
     for results in together(several, different_models, "eager set", "graph join", count=3):
         assert set(results.values()) == {"equal"}
@@ -130,7 +132,7 @@ def drifting(how):
     return ends(lambda: loop(state))
 
 
-@pytest.mark.parametrize("how", ["inside", "outside", "fit", "tape", "built late"])
+@pytest.mark.parametrize("how", by_night(["inside", "outside", "fit", "tape", "built late"], but=["fit"]))
 def test_replicas_that_drift_apart_are_noticed_at_the_first_mark(how):
     for result in together(drifting, how):
         if how in ("tape", "built late"):

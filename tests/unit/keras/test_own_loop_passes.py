@@ -12,6 +12,8 @@ from tests.unit.keras.test_own_loops import counter_of_batches, trained
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
+pytestmark = pytest.mark.nightly
+
 
 def joins_with_passes(size, warm_up, at):
     """Two passes a step, and a commit after each. Two members wait before the pass `at` until a third comes."""

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
+from tests.nightly import by_night
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -57,7 +58,7 @@ def train(dies, how):
     return weights, entered, int(optimizer.iterations), state.progress
 
 
-@pytest.mark.parametrize("how", ["tape", "optimizer"])
+@pytest.mark.parametrize("how", by_night(["tape", "optimizer"], but=["tape"]))
 def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
     one, other = together(train, {2: 5}, how, count=3, left=2)
     assert one[0] == other[0]
@@ -104,6 +105,7 @@ def counts_before(how, graph, rounds):
     return loop(state)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "graph", "rounds"), [("tape", True, 1), ("optimizer", True, 2), ("tape", False, 2), ("optimizer", False, 1)]
 )
@@ -137,6 +139,7 @@ def commits():
     return loop(state), entered
 
 
+@pytest.mark.nightly
 def test_plain_tensorflow_variables_return_to_the_commit():
     results = together(commits, count=3, left=2)
     for result, entered in results:
@@ -237,6 +240,7 @@ def beside_another_optimizer(other):
     return loop(state)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", ["idle", "further on"])
 def test_rounds_of_steps_are_recognised_beside_an_optimizer_with_another_count(other):
     for result in together(beside_another_optimizer, other, count=3, left=2):
@@ -263,6 +267,7 @@ def second_optimizer_dies_first():
     return loop(state)
 
 
+@pytest.mark.nightly
 def test_the_first_step_of_a_second_optimizer_that_fails_undoes_that_of_the_first():
     for result in together(second_optimizer_dies_first, count=3, left=2):
         assert result == ([1.0] * STEPS, [1.0] * STEPS)
@@ -286,6 +291,7 @@ def counts_by_its_optimizer():
     return loop(state), entered
 
 
+@pytest.mark.nightly
 def test_a_state_without_plain_values_resumes_at_its_mark():
     assert together(counts_by_its_optimizer, count=3, left=2) == [([1.0] * STEPS, [0, 5])] * 2
 
@@ -332,8 +338,10 @@ def fits_and_steps(dies, before, in_fit):
     return loop(state), entered
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("dies", "before", "in_fit", "at"), [(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)]
+    ("dies", "before", "in_fit", "at"),
+    by_night([(5, False, False, 13), (5, True, False, 13), (6, True, True, 10)], but=[(6, True, True, 10)]),
 )
 def test_steps_between_two_calls_of_fit_are_followed_like_a_users_own_loop(dies, before, in_fit, at):
     for result, entered in together(fits_and_steps, dies, before, in_fit, count=3, left=2):
@@ -367,6 +375,7 @@ def restores_before_a_commit(how, graph, dies):
     return loop(state), entered
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("how", "graph"), [("tape", True), ("optimizer", False), ("scaled", True)])
 def test_an_optimizer_that_was_built_after_the_commit_returns_to_it_as_well(how, graph):
     results = []
@@ -426,10 +435,12 @@ def follows_a_target():
     return loop(state)
 
 
+@pytest.mark.nightly
 def test_variables_that_no_optimizer_trains_return_to_the_commit():
     assert together(follows_a_target, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)] * STEPS, [0, 4])] * 2
 
 
+@pytest.mark.nightly
 def test_changes_after_the_step_survive_a_check():
     assert together(changes_running_values, count=3, left=2) == [([1.0] * STEPS, [float(STEPS)], [0, 5])] * 2
 
@@ -476,6 +487,7 @@ def loses_two_in_a_row(how, graph):
     return loop(state)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("how", "graph"), [("optimizer", False), ("tape", True)])
 def test_a_step_that_builds_the_model_and_fails_twice_leaves_no_running_means(how, graph):
     ((variables, entered),) = together(loses_two_in_a_row, how, graph, count=3, left=1)

@@ -94,9 +94,9 @@ def test_each_loss_returns_to_a_mark_or_a_commit():
     assert losses["mark"] + losses["commit"] > 0
 
 
-@pytest.mark.soak
-def test_hundreds_of_random_loops_return_to_a_mark_or_a_commit():
-    """SOAK_SEED: the first of 200 seeds."""
-    first = int(os.environ.get("SOAK_SEED", "1000"))
-    for seed in range(first, first + 200, 10):
+@pytest.mark.nightly
+def test_many_random_loops_return_to_a_mark_or_a_commit():
+    """FIRST_SEED: the first of 50 seeds."""
+    first = int(os.environ.get("FIRST_SEED", "1000"))
+    for seed in range(first, first + 50, 10):
         print(seed, compare(seed, seed), compare(seed + 1, seed + 9), flush=True)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow as hvd_of_tensorflow
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
+from tests.nightly import by_night
 from tests.unit.worlds import together
 
 ROWS = 8
@@ -87,7 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", CASES)
+@pytest.mark.parametrize("size", by_night(CASES, but=[2]))
 def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
     cases = CASES[size]
     results = together(in_worker, cases, count=size)
@@ -116,6 +117,7 @@ def with_a_mask():
     ]
 
 
+@pytest.mark.nightly
 def test_masked_rows_do_not_count():
     for errors in together(with_a_mask):
         assert max(errors) < 1e-4

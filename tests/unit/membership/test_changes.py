@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.membership import events as e
 from spark_elastic.membership.commands import Announce
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.topology import Place
 from spark_elastic.reporting.event_log import MOST_NOTICES, EventLog, root_loss_in_words
 from spark_elastic.settings import ElasticSettings
@@ -165,12 +165,6 @@ def test_reason_of_a_change_is_the_event_itself_and_not_how_it_was_noticed(cause
     assert not cause.is_symptom
 
 
-def test_a_signal_has_the_same_words_in_each_line_of_a_loss():
-    for cause in (exited(-15), LossCause(LossKind.DYING, code=-15)):
-        assert loss_in_words(cause) == "killed by signal 15 (SIGTERM)"
-    assert loss_in_words(LossCause(LossKind.AGENT_EXITED, code=-15)) == "its agent was killed by signal 15 (SIGTERM)"
-
-
 def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():
     job = Job(3, executors="driver")
     job.tell(5.0, e.WorkerLost(2, CLOSED))
@@ -178,24 +172,3 @@ def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():
     job.tell(5.02, e.SlotEnded(1, LossCause(LossKind.AGENT_EXITED, code=-9)))
     job.ready(5.1, 1, 3)
     assert job.said[-1].startswith("rank 1 on h1 lost (its agent was killed by signal 9 (SIGKILL)): 3 -> 2 workers")
-
-
-def test_cause_that_is_no_better_does_not_replace_the_one_that_is_known():
-    job = Job(3)
-    job.tell(5.0, e.AgentLost(2, CLOSED))
-    job.tell(5.1, e.SlotEnded(1, LossCause(LossKind.UNEXPLAINED, detail="the agent's Python process died")))
-    assert "(its connection closed (reset))" in job.said[-1]
-    assert [change.unexplained for change in job.log.changes if change.kind == "lost"] == [True]
-
-
-def test_of_many_workers_that_are_lost_at_once_a_few_are_named() -> None:
-    job = Job(40)
-    for number in range(1, 31):
-        job.tell(4.0, e.WorkerLost(number, CLOSED))
-        job.tell(4.0, e.AgentLost(number, CLOSED))
-    for number in range(1, 31):
-        job.tell(4.1, e.SlotEnded(number - 1, exited(-9)))
-    (change,) = [each for each in job.log.changes if each.kind == "lost"]
-    assert change.who == "executors 0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9 and 18 more"
-    assert (change.before, change.after, change.reason) == (40, 10, "killed by signal 9")
-    assert not change.unexplained

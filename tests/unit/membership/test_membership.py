@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
@@ -12,11 +11,9 @@ from spark_elastic.membership.commands import (
     CutPeers,
     FailJob,
     FinishJob,
-    StartWorker,
     StopWorker,
 )
 from spark_elastic.membership.events import (
-    AgentAlive,
     AgentJoined,
     AgentLost,
     CancelRequested,
@@ -139,53 +136,6 @@ def test_status_tells_what_the_job_is_doing() -> None:
     assert machine.phase is Phase.BROKEN
     waits = [c.record.wait for c in only(Announce, commands) if isinstance(c.record, Waiting)]  # type: ignore[union-attr]
     assert waits == [Wait(WaitKind.SURVIVORS, have=1, round=1, ranks=(1,))]
-
-
-def test_a_thousand_workers_are_cheap() -> None:
-    size = 1000
-    began = time.process_time()
-    machine = training(size)
-    now = 0.0
-    for _ in range(10):  # twenty seconds of heartbeats
-        now += 2.0
-        for i in range(1, size + 1):
-            machine.handle(AgentAlive(i), now)
-            machine.handle(WorkerAlive(i, step_at(10)), now)
-            machine.next_deadline()
-    machine.handle(WorkerLost(1, reported("channel closed")), now)
-    for i in range(2, size + 1):
-        machine.handle(WorkerReady(i, 1, step_at(11)), now)
-        machine.next_deadline()
-    assert machine.world is not None
-    assert machine.world.size == size - 1
-    spent = time.process_time() - began
-    assert spent < 3.0, f"{spent:.2f} s: something is quadratic"
-
-
-def test_a_thousand_changes_leave_nothing_behind() -> None:
-    machine = training(2, cooldown_range_s=(0.001, 0.001))
-    now, worker, agent = 0.0, 2, 2
-    for change in range(1000):
-        now += 1.0
-        assert machine.world is not None
-        round = machine.world.round
-        machine.handle(AgentLost(agent, reported("killed")), now)
-        machine.handle(WorkerReady(1, round, step_at(change + 11)), now)
-        machine.handle(SlotEnded(1, reported("killed")), now)
-        machine.handle(Tick(), now + 0.1)
-        agent = change + 3
-        started = only(StartWorker, machine.handle(AgentJoined(agent, at(1)), now + 0.2))
-        assert isinstance(started[0], StartWorker)
-        worker = started[0].worker
-        machine.handle(WorkerReady(worker, 0, None, at_init=True), now + 0.3)
-        machine.handle(WorkerReady(worker, 0, None), now + 0.4)
-        machine.handle(WorkerReady(1, round + 1, step_at(change + 11)), now + 0.5)
-        machine.handle(AgentAlive(1), now + 0.5)
-    assert machine.world is not None
-    assert machine.world.round == 2001
-    assert len(machine.registry.workers) == 2
-    assert len(machine._timers._due) < 100
-    assert len(machine._scheduler._cooldown._histories) < 100
 
 
 # --- workers that are alive and hold up the others ------------------------------------------------

@@ -49,6 +49,7 @@ def keras_arrays() -> tuple[bytes, Callable[[bytes], Any]]:
     return of_keras.arrays_to_bytes(arrays), of_keras.arrays_from_bytes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind",
     [lambda: (WEIGHTS, load_torch), lambda: (OBJECTS, of_torch.loads), keras_arrays],

@@ -155,6 +155,7 @@ def test_own_process_cannot_hold_the_run_twice(run):
         assert lease.fence.token == 2
 
 
+@pytest.mark.nightly
 def test_lease_whose_release_failed_does_not_block_its_own_process(run, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError("the storage is away")
@@ -316,6 +317,7 @@ def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
         assert sorted(entry.path for entry in run.list()) == ["model.pt", OWNERS]
 
 
+@pytest.mark.nightly
 def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():
     one, other = (Store.create(f"memory://leases/{os.getpid()}/token={name}/run") for name in "ab")
     assert one.url == other.url

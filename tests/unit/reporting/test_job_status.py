@@ -14,14 +14,9 @@ from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerLeft, Wor
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import (
-    MOST_EPOCHS,
-    MOST_EVENTS,
-    MOST_HOSTS,
-    MOST_SIZES,
     JobStatus,
     StatusModel,
     WorkerStatus,
-    thin_epochs,
 )
 from spark_elastic.reporting.prometheus import metrics_text
 from spark_elastic.settings import ElasticSettings
@@ -129,38 +124,6 @@ def test_values_that_are_not_finite_are_null() -> None:
     made = model()
     made.epoch(EpochEnded(0, 1, 1.0, {"loss": math.nan, "m": math.inf}))
     assert document(made, 1.0)["epochs"]["rows"][0]["values"] == {"loss": None, "m": None}
-
-
-def test_document_of_a_huge_job_stays_small() -> None:
-    made = model()
-    for number in range(20_000):
-        made.epoch(EpochEnded(number, 20_000, 1.0, {f"{n}_metric": number / 7 for n in range(5)}))
-    for number in range(5000):
-        made.record(started(float(number), number % 900), number % 900)
-    workers = [worker(number, f"host-{number // 3}.example.org", number) for number in range(1000)]
-    for each in workers:
-        made.observe(seen.WorkerAlive(each.worker, StateVersion(1, 5)), 5000.0)
-    change = MembershipChange(WALL, "lost", "executor 3", "x" * 3000, 4, 3)
-    found = document(made, 5001.0, workers, [change] * 3000)
-    assert len(json.dumps(found)) < 350_000
-    assert (found["epochs"]["count"], len(found["epochs"]["rows"])) == (20_000, MOST_EPOCHS)
-    assert found["epochs"]["rows"][0]["epoch"] == 0
-    assert found["epochs"]["rows"][-1]["epoch"] == 19_999
-    assert (found["events"]["count"], len(found["events"]["rows"])) == (3000, MOST_EVENTS)
-    assert (found["hosts"]["count"], len(found["hosts"]["rows"])) == (334, MOST_HOSTS)
-    assert found["workers"] == {"count": 1000, "rows": []}
-    assert len(found["world"]["history"]) <= MOST_SIZES
-    assert found["world"]["history"][-1] == [WALL + 4999, 4999 % 900]
-    read(metrics_text(found))
-
-
-def test_thinned_epochs_keep_a_spike_and_a_dip() -> None:
-    losses = [1.0] * 10_000
-    losses[1234], losses[7777] = 50.0, 0.001
-    kept = thin_epochs([epoch(number, loss) for number, loss in enumerate(losses)], 100)
-    assert len(kept) <= 100
-    assert {1234, 7777, 0, 9999} <= {each.epoch for each in kept}
-    assert [each.epoch for each in kept] == sorted(each.epoch for each in kept)
 
 
 def test_metrics_are_in_the_text_format_whatever_names_contain() -> None:

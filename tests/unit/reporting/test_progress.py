@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spark_elastic.membership.reasons import Wait, WaitKind
-from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel, epoch_line, wrapped
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 
@@ -60,18 +60,6 @@ def test_wait_ends_with_what_is_known_of_the_cluster():
     )
 
 
-def test_log_lines_are_rare_however_many_messages_come():
-    progress = ProgressModel()
-    progress.world(2, 0.0)
-    said = []
-    for tenth in range(3000):  # five minutes
-        now = tenth / 10
-        progress.live(live(0, tenth % 1000), now)
-        said += [line] if (line := progress.line(now, bar=False)) is not None else []
-    assert len(said) <= 300 / LINE_EVERY_S
-    assert all("\r" not in line and "\x1b" not in line for line in said)
-
-
 def test_users_own_loop_is_shown_by_its_steps():
     progress = ProgressModel()
     progress.world(2, 0.0)
@@ -98,18 +86,3 @@ def test_the_timeout_of_a_start_counts_from_its_begin_though_workers_come_meanwh
     progress.wait(Wait(WaitKind.MINIMUM, have=1, want=3, need=3, left_s=80), 100.0, 20.0)
     assert progress.view(24.0).left_s is None
     assert progress.view(26.0).left_s == 74.0
-
-
-def test_lines_about_a_job_fit_80_columns_and_long_words_stay_whole():
-    text = "spark_elastic: rank 1 on 127.0.0.1 lost (killed by signal 9): 2 -> 1 worker, 0.04 s, no step lost"
-    lines = wrapped(text).split("\n")
-    assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("    ")
-    assert " ".join(line.strip() for line in lines) == text
-    epoch = "epoch 1/5  loss 0.3635  accuracy 0.8964  val_loss 0.1462  val_accuracy 0.9908  0.4 s"
-    assert wrapped(epoch) == epoch.replace("  ", " ")
-    longer = epoch_line(0, 200, 0.31, {"loss": 0.3443, "accuracy": 0.8838, "val_loss": 0.1457, "val_accuracy": 0.9748})
-    assert wrapped(longer).split("\n    ")[1] == "0.3 s"
-    path = "/" + "x" * 100
-    assert path in wrapped(f"the file {path} is gone")
-    assert wrapped("short\nlines") == "short\nlines"

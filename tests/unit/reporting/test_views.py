@@ -47,49 +47,6 @@ def test_wait_names_what_is_missing_and_the_time_that_is_left():
     assert layout(view, 60).endswith("...; 600 s left")
 
 
-@pytest.mark.parametrize(
-    ("wait", "sentence", "on_bar"),
-    [
-        (
-            Wait(WaitKind.MINIMUM, have=0, want=4, need=2, left_s=600),
-            "0 of 4 workers ready; waiting up to 600 s for at least 2",
-            "waiting for 4 of 4 workers (2 would do)",
-        ),
-        (
-            Wait(WaitKind.GRACE, have=3, want=4, need=2, left_s=8),
-            "3 of 4 workers ready; waiting up to 8 s more for the others",
-            "waiting for 1 of 4 workers; the others are ready",
-        ),
-        (
-            Wait(WaitKind.REPLACEMENTS, have=1, need=2, left_s=60),
-            "1 of at least 2 workers ready; keeping its state and waiting up to 60 s",
-            "waiting for 1 of 2 workers, keeping the state",
-        ),
-        (
-            Wait(WaitKind.SLOTS, have=2, need=4, left_s=600),
-            "2 of 4 slots; waiting up to 600 s for more executors",
-            "waiting for 2 of 4 slots",
-        ),
-        (
-            Wait(WaitKind.SURVIVORS, have=2, round=3, ranks=(0, 1), left_s=600),
-            "round 3 broke; waiting up to 600 s for 2 survivors (ranks 0, 1)",
-            "waiting for 2 to come back from the broken round (ranks 0, 1)",
-        ),
-        (
-            Wait(WaitKind.SURVIVORS, have=1, round=3, ranks=(1,), finishing=1, left_s=600),
-            "round 3 broke; waiting up to 600 s for 1 survivor (rank 1), which runs the code after the loop and is "
-            "waited for longer",
-            "waiting for 1 to come back from the broken round (rank 1), which runs the code after the loop and is "
-            "waited for longer",
-        ),
-        (Wait(WaitKind.REPORTED, detail="anything else"), "anything else", "anything else"),
-    ],
-)
-def test_wait_is_a_sentence_in_the_log_and_shorter_on_the_bar(wait, sentence, on_bar):
-    assert wait_in_words(wait) == sentence
-    assert wait_on_bar(wait) == on_bar
-
-
 def test_wait_names_why_slots_are_missing():
     full = reported("No space left on device")
     wait = Wait(WaitKind.MINIMUM, have=1, want=2, need=2, left_s=9, missing=(full, full))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 TRAIN = """
 import hashlib, sys, torch
 {before}
@@ -35,12 +37,14 @@ def printed(program):
     return done.stdout.split()
 
 
+@pytest.mark.nightly
 def test_optimizers_do_the_same_without_the_compiler():
     plain, deferred = printed(TRAIN.format(before="")), printed(TRAIN.format(before=DEFERRED))
     assert plain[1] == "True", "this version of PyTorch needs no help: remove the module"
     assert deferred == [plain[0], "False"]
 
 
+@pytest.mark.nightly
 def test_program_that_compiles_gets_the_compiler():
     program = (
         TRAIN.format(before=DEFERRED)

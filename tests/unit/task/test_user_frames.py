@@ -80,6 +80,7 @@ def test_an_error_of_this_package_itself_keeps_its_frames():
     assert OURS in format_error(error, all_frames=False)
 
 
+@pytest.mark.nightly
 def test_a_long_chain_of_causes_is_described():
     def retries():
         last = None
@@ -95,6 +96,7 @@ def test_a_long_chain_of_causes_is_described():
     assert OURS not in text
 
 
+@pytest.mark.nightly
 def test_an_exception_whose_attributes_raise_keeps_its_traceback():
     class Closed(Exception):
         def __getattr__(self, name):
@@ -113,6 +115,7 @@ class Own(Exception):
     pass
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("error", "line"),
     [

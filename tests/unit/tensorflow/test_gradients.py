@@ -9,6 +9,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
+from tests.nightly import by_night
 from tests.unit.tensorflow.test_operations import both_ways
 from tests.unit.worlds import together
 
@@ -66,7 +67,7 @@ def reduced_steps():
     return checks
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", by_night([2, 3], but=[2]))
 def test_gradients_of_every_kind_are_averaged_in_one_reduction(count):
     for checks in together(reduced_steps, count=count):
         assert [name for name, right in checks.items() if not right] == []
@@ -159,7 +160,7 @@ def clips():
     return out
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", by_night([1, 2, 3], but=[2]))
 def test_clipping_after_the_reduction_is_that_of_one_process(count):
     sgd = tf.keras.optimizers.SGD
     one = {"tape": training(sgd(0.1), lambda *of: clipped(plain_gradients(*of)))}

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from spark_elastic.task.worker_process import worker_environment
 from spark_elastic.wire.messages import LaunchSpec, modules_of
 
@@ -22,6 +24,7 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
+@pytest.mark.nightly
 def test_both_work_in_one_process():
     env = worker_environment(_order(), {}, [], cores=1, accelerators=())
     threads = {name: env[name] for name in env if "THREADS" in name}

@@ -7,6 +7,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
+from tests.nightly import by_night
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -63,7 +64,10 @@ def train(commit_every: int, dies: dict[int, tuple[int, str]], batch_norm: bool 
     return {"applied": applied, "progress": progress, "model": fingerprint(model), "size": hvd.size()}
 
 
-@pytest.mark.parametrize(("commit_every", "where"), [(5, "before backward"), (1, "after backward"), (5, "after step")])
+@pytest.mark.parametrize(
+    ("commit_every", "where"),
+    by_night([(5, "before backward"), (1, "after backward"), (5, "after step")], but=[(5, "before backward")]),
+)
 def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twice(commit_every, where):
     with WorldDriver(start_with=3) as driver:
         driver.start(train, commit_every, {2: (7, where)}, count=3)
@@ -183,6 +187,7 @@ def train_in_reset_callbacks():
     return sizes, loop(state)
 
 
+@pytest.mark.nightly
 def test_steps_and_collectives_of_reset_callbacks_are_local_and_not_counted():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_in_reset_callbacks, count=2)
@@ -315,7 +320,7 @@ def train_with_a_custom_state(kind):
     return loop(state), sizes, state._rank() == hvd.rank()
 
 
-@pytest.mark.parametrize("kind", ["state", "object state"])
+@pytest.mark.parametrize("kind", by_night(["state", "object state"], but=["state"]))
 def test_a_custom_state_of_horovod_outlives_a_lost_worker(kind):
     with WorldDriver(start_with=3) as driver:
         driver.start(train_with_a_custom_state, kind, count=3)
@@ -362,44 +367,3 @@ def test_a_root_that_dies_during_the_sync_leaves_the_others_with_a_whole_state()
         assert driver.worlds[-1].size == 2
         results = driver.results(2)
     assert results[0] == results[1]
-
-
-def differs_before_a_loss(kind: str):
-    """Rank 1's state is changed behind everybody's back, then worker 3 dies; the versions are equal."""
-    hvd.init()
-    model, optimizer = build(batch_norm=True)
-    state = hvd.elastic.TorchState(model, optimizer, step=0, note=0)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        everything = [round(v.double().sum().item(), 9) for v in model.state_dict().values()]
-        entered.append((everything, len(optimizer.state), optimizer.param_groups[0]["lr"], state.note, state.version))
-        while state.step < STEPS:
-            optimizer.zero_grad()
-            model(torch.randn(4, 6)).square().mean().backward()
-            if state.step == 7 and hvd.size() == 3:
-                if hvd.rank() == 1 and kind == "tensors":
-                    model[0].weight.data.add_(1.0)
-                elif hvd.rank() == 1:
-                    optimizer.state.clear()
-                    optimizer.param_groups[0]["lr"] = 0.5
-                    state.note = 1
-                elif link().worker == 3:
-                    die()
-            optimizer.step()
-            state.step += 1
-            state.check_host_updates()
-
-    loop(state)
-    return entered, fingerprint(model)
-
-
-@pytest.mark.parametrize("kind", ["tensors", "light part and missing optimizer state"])
-def test_after_a_loss_all_members_hold_the_same_state_also_where_versions_are_equal(kind):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(differs_before_a_loss, kind, count=3)
-        (one, weights), (other, other_weights) = driver.results(2)
-    assert one[1:] == other[1:]
-    assert len(one) == 2
-    assert weights == other_weights

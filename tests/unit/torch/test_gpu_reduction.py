@@ -316,6 +316,7 @@ def test_an_answer_that_names_no_nccl_error_is_no_failure(answer):
     communicator.wait(communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM))
 
 
+@pytest.mark.nightly
 def test_store_outlives_its_communicator_for_torchs_watchdog():
     class Store:
         pass

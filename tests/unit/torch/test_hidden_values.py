@@ -140,6 +140,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", ["step_begins", "loss_computed", "step_made"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_return_with_the_step_that_is_done_again(alone, kind, when):
@@ -164,6 +165,7 @@ def train_with_a_newcomer(kind: str) -> dict[str, Any]:
     return train(kind, wait_for_newcomer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_newcomer_ends_with_the_values_of_one_process(alone, kind):
     expected = train(kind)
@@ -394,6 +396,7 @@ def train_on_unequal_rows(dies: int) -> dict[str, Any]:
     return {"entered": entered[-1], "worlds": len(entered), "model": [param.tolist() for param in model.parameters()]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", ["a loss of rank 0", "a loss of rank 2", "a join"])
 def test_buffers_of_unequal_lengths_are_those_of_one_member_after(change):
     dies = {"a loss of rank 0": 1, "a loss of rank 2": 3}.get(change, 0)

@@ -153,6 +153,7 @@ def steps_across_a_join(first_used_in: int):
     return {"sparse": sparse, "weights": hashlib.sha256(weights).hexdigest()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first_used_in", [0, JOIN_AT + 2])
 def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
     with WorldDriver(start_with=2) as driver:
@@ -167,6 +168,7 @@ def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
     assert STEPS - JOIN_AT <= of_newcomer < STEPS  # on a busy machine it comes before the others wait for it
 
 
+@pytest.mark.nightly
 def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_past_a_loss, count=2)

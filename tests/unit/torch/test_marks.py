@@ -143,6 +143,7 @@ def loop_that_fails(kind, fails):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind",
     [
@@ -281,11 +282,13 @@ def unfrozen():
     return [param.tolist() for param in model.parameters()]
 
 
+@pytest.mark.nightly
 def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():
     one, other = together(unfrozen, 2)
     assert one == other
 
 
+@pytest.mark.nightly
 def test_a_loss_between_unscaling_and_step_is_forgotten_by_a_scaler_outside_the_state(alone):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -311,6 +314,7 @@ def test_a_loss_between_unscaling_and_step_is_forgotten_by_a_scaler_outside_the_
     assert (state.step, lost) == (3, [1])
 
 
+@pytest.mark.nightly
 def test_steps_that_a_scaler_skips_are_between_two_steps(alone):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,6 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import UsageError
+from tests.nightly import by_night
 from tests.unit.torch.test_collectives import together
 
 
@@ -83,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", by_night([2, 3], but=[3]))
 def test_steps_equal_those_of_one_process_with_all_the_rows(count):
     for results in together(many, count, args=(CASES,)):
         assert [case for case, ok in zip(CASES, results, strict=True) if not ok] == []
@@ -285,6 +286,7 @@ def both_ways() -> list[tuple[list[float], str]]:
     return [one_after_the_other(kept) for kept in (False, True)]
 
 
+@pytest.mark.nightly
 def test_a_later_optimizer_takes_over_the_parameters_of_an_earlier_one():
     for dropped, kept in together(both_ways, 2):
         assert kept[0] == dropped[0]
@@ -322,6 +324,7 @@ def with_gaps(weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros(*weight.shape, 2)[..., 0].copy_(weight)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [in_channels_last, with_gaps])
 def test_parameters_of_any_memory_layout_are_trained(layout):
     assert together(trained_with_layout, 2, args=(layout,)) == [True, True]
@@ -353,6 +356,7 @@ def each_without_a_backward_pass(cases: list) -> list[bool]:
     return [steps_without_a_backward_pass(*case) for case in cases]
 
 
+@pytest.mark.nightly
 def test_a_rank_may_compute_nothing_in_the_first_step():
     cases = [(rank, optimizers, unused) for rank in (0, 1) for optimizers in (1, 2) for unused in (False, True)]
     for found in together(each_without_a_backward_pass, 2, args=(cases,)):

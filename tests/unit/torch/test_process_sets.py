@@ -181,6 +181,7 @@ def a_newcomer_with_other_sets(steps: int, ranks):
     return loop(state)
 
 
+@pytest.mark.nightly
 def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
     with WorldDriver(start_with=2) as driver:
         driver.start(a_newcomer_with_other_sets, 10**9, [0, 1], count=2)
@@ -240,6 +241,7 @@ def waits_in_another_order(folder, queues: str):
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("queues", ["alike", "different"])
 def test_members_that_compare_two_groups_in_different_orders_do_not_block_one_another(queues, tmp_path):
     expected = [[0, 1]] * 2 if queues == "alike" else [[1]] * 4

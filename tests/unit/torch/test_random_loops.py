@@ -128,9 +128,9 @@ def test_each_loss_returns_to_a_mark_or_a_commit():
     assert losses["commit"] > 0
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(15))
-def test_hundreds_of_random_loops_return_to_a_mark_or_a_commit(part):
-    """SOAK_SEED: the first of 300 seeds."""
-    first = int(os.environ.get("SOAK_SEED", "1000")) + 20 * part
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(4))
+def test_many_random_loops_return_to_a_mark_or_a_commit(part):
+    """FIRST_SEED: the first of 80 seeds."""
+    first = int(os.environ.get("FIRST_SEED", "1000")) + 20 * part
     print(first, compare(first, first + 19), flush=True)

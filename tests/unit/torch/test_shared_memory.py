@@ -19,6 +19,7 @@ from spark_elastic.collective.shared_memory import peers, segments
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.integration.processes import wait_until
 from tests.leftovers import threads_settle
+from tests.nightly import by_night
 from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
@@ -146,7 +147,7 @@ def waits_for(how: str):
         return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "has left"])
+@pytest.mark.parametrize("how", by_night(["killed", "stopped", "has left"], but=["killed"]))
 def test_a_peer_that_is_gone_ends_the_wait(how):
     with WorldDriver(start_with=3) as driver:
         driver.start(waits_for, how, count=3)
@@ -198,6 +199,7 @@ def _open(fd: str) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_a_forked_child_does_not_leave_its_parents_world():
     assert together(forks_in_the_middle, 2) == [(0, 2.0)] * 2
 
@@ -223,6 +225,7 @@ def enters_and_leaves(times: int):
     return before, after, belongings()[2]
 
 
+@pytest.mark.nightly
 def test_rounds_leave_no_memory_descriptors_or_threads_behind():
     names = set(os.listdir("/dev/shm"))
     for before, after, mapped in together(enters_and_leaves, 2, args=(30,)):
@@ -274,7 +277,9 @@ def _break(what: str) -> None:
         os.environ[reduce.REDUCTION_SETTING] = "gloo"
 
 
-@pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
+@pytest.mark.parametrize(
+    "breaks", by_night(["no memfd", "other processes", "another job", "setting"], but=["no memfd"])
+)
 def test_all_use_gloo_and_warn_once_if_one_cannot_share_memory(breaks):
     results = together(chooses, 2, args=("auto", breaks))
     for shares, total, messages, mapped in results:

@@ -16,7 +16,10 @@ from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here"),
+]
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 

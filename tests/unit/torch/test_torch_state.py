@@ -77,6 +77,7 @@ def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
     assert not optimizer.state
 
 
+@pytest.mark.nightly
 def test_step_that_fails_after_a_check_is_repeated_with_the_buffers_and_records_of_the_check(alone):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -154,6 +155,7 @@ class TensorHandler(StateHandler):
         return [self.value.value]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("commit_every", "checks"), [(1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("kind", [CounterHandler, HorovodsHandler, TensorHandler])
 def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, commit_every, checks):
@@ -300,6 +302,7 @@ def test_gradients_of_the_world_before_are_not_added_to(alone):
     assert loop(state) is None
 
 
+@pytest.mark.nightly
 def test_a_commit_is_a_snapshot_whatever_changes_the_tensors_afterwards(alone):
     model, average = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -342,6 +345,7 @@ def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone
     assert state.progress == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", ["no_grad", "none"])
 def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(alone, change):
     model, average = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
@@ -409,6 +413,7 @@ def test_a_digest_changes_with_any_change_by_training():
         assert digest(small) == digest(small.clone())
 
 
+@pytest.mark.nightly
 def test_a_second_loop_counts_from_zero_when_all_members_come_from_the_first(alone):
     """Those that had begun it are gone, and who is left has what the loop before has come to."""
     model = torch.nn.Linear(3, 1)
@@ -442,6 +447,7 @@ def bring_a_strided_element():
     return model.scale.item(), hvd.allgather(column.t()).tolist()
 
 
+@pytest.mark.nightly
 def test_a_single_element_may_have_any_stride():
     with WorldDriver(start_with=2) as driver:
         driver.start(bring_a_strided_element, count=2)

@@ -52,6 +52,7 @@ def grows_by_nothing(times: int, settled: int) -> None:
     print(f"median rejoin: {results[0][2] * 1e3:.1f} ms")
 
 
+@pytest.mark.nightly
 def test_a_hundred_worlds_leave_no_descriptors_threads_or_memory_behind():
     grows_by_nothing(130, 30)
 

@@ -1,4 +1,4 @@
-"""Each test here runs once for PyTorch and once for Keras, on the twin modules `trainings` and `estimators`."""
+"""Each test here runs for PyTorch, and by night for Keras, on the twin modules `trainings` and `estimators`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.nightly import by_night
 
-@pytest.fixture(scope="session", params=["torch", "keras"])
+
+@pytest.fixture(scope="session", params=by_night(["torch", "keras"], but=["torch"]))
 def framework(request):
     """The test modules of a framework."""
     if request.param == "keras":

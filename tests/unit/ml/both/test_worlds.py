@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from spark_elastic.data.dataset import Dataset
+from tests.nightly import by_night
 from tests.unit.ml.in_worlds import EPOCHS, STEPS_AN_EPOCH, close
 from tests.unit.worlds import WorldDriver, together
 
@@ -27,12 +28,20 @@ KERAS_KILLS = {
     "in a validation": (LAST, ("in a validation", 2)),
     "while the model is written": (FIRST, ("while the model is written", 1)),
 }
+BY_DAY = {"in the backward pass", "when the step has been reduced"}
+
+
+def kill_of(framework, victim, kill, moment):
+    marks = [] if moment in BY_DAY else pytest.mark.nightly
+    return pytest.param(framework, victim, kill, id=f"{framework}-{moment}-worker {victim}", marks=marks)
+
+
 KILLS = [
     *(
-        pytest.param("torch", victim, kill, id=f"torch-{moment}-worker {victim}")
+        kill_of("torch", victim, kill, moment)
         for (moment, kill), victim in zip(TORCH_KILLS.items(), itertools.cycle((FIRST, LAST)))
     ),
-    *(pytest.param("keras", *kill, id=f"keras-{moment}") for moment, kill in KERAS_KILLS.items()),
+    *(kill_of("keras", victim, kill, moment) for moment, (victim, kill) in KERAS_KILLS.items()),
 ]
 
 
@@ -60,6 +69,7 @@ def test_killed_worker_changes_nothing(framework, victim, kill, data, tmp_path, 
         assert len(driver.worlds) >= 2
 
 
+@pytest.mark.parametrize("framework", by_night(["torch", "keras"], but=["torch"]), indirect=True)
 def test_new_workers_take_over_the_state_and_change_nothing(framework, data, tmp_path, undisturbed):
     start = (framework.trainings.in_worker_slowly, data, tmp_path)
     with WorldDriver(start_with=1) as driver:

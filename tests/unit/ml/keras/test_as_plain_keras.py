@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from spark_elastic.data.dataset import pack
 from spark_elastic.ml.keras import compiling
+from tests.nightly import asked, by_night
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import close, make_training, outcome
 from tests.unit.world_link import tell
@@ -282,21 +283,25 @@ def as_estimator(data: Path, folder: Path, names: list[str]) -> dict[str, Any]:
     return results
 
 
+BY_DAY = {"dicts of outputs, losses and weights"}
+
+
 @pytest.fixture(scope="module")
-def by_estimator(tmp_path_factory: Any) -> Any:
+def by_estimator(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
+    names = asked(request, "name")
     data, folder = tmp_path_factory.mktemp("rows"), tmp_path_factory.mktemp("trained")
-    for name, case in CASES.items():
-        pack(columns_of(case, ROWS), data / name, shards=2)
+    for name in names:
+        pack(columns_of(CASES[name], ROWS), data / name, shards=2)
     with WorldDriver(start_with=2) as driver:
-        driver.start(as_estimator, data, folder, list(CASES), count=2)
-        for name in CASES:
+        driver.start(as_estimator, data, folder, names, count=2)
+        for name in names:
             driver.wait(lambda name=name: driver.told("trained").count(name) == 2)
         first, second = driver.results(2)
     assert first == second
-    return {name: (trainings.weights(folder / name), first[name]) for name in CASES}
+    return {name: (trainings.weights(folder / name), first[name]) for name in names}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_night(CASES, but=BY_DAY))
 def test_two_workers_of_an_estimator_train_as_plain_keras(name: str, by_estimator: Any) -> None:
     expected, history = plain(name, ROWS)
     weights, rows = by_estimator[name]

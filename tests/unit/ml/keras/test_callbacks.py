@@ -165,6 +165,7 @@ def in_worker_that_remembers(data, folder, victim):
     }
 
 
+@pytest.mark.nightly
 def test_attributes_of_callbacks_survive_the_loss_of_rank_0(data, tmp_path):
     (result,) = together(in_worker_that_remembers, data, tmp_path, 1, left=1)
     assert result["steps"] == STEPS

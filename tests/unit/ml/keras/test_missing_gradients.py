@@ -148,6 +148,7 @@ def differences(rows: dict[str, np.ndarray], folder: Path) -> list[str]:
     return out
 
 
+@pytest.mark.nightly
 def test_workers_train_weights_without_gradients_as_plain_keras(tmp_path):
     rows = write_sets(tmp_path / "sets")
     together(train_all, tmp_path / "sets", tmp_path / "store", count=3)

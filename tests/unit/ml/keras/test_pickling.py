@@ -171,6 +171,7 @@ def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedul
     assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
 
 
+@pytest.mark.nightly
 def test_classes_of_main_reach_another_process_and_load_imports_keras() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout

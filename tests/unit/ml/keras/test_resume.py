@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import CheckpointError
-from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping
+from spark_elastic.ml.callbacks import BestCheckpoint
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
@@ -18,7 +18,6 @@ from tests.unit.ml.keras.trainings import (
     OwnStep,
     alone,
     close,
-    dense,
     in_float64,
     make_net,
     make_training,
@@ -41,28 +40,6 @@ def test_nan_loss_ends_the_training_without_a_model(kind, data, tmp_path):
     assert checkpoints_in(tmp_path).latest() is None
     result = alone(make_training(data, tmp_path, loss=no_number, allow_nan_loss=True))
     assert (result["diverged"], len(result["history"])) == (None, EPOCHS)
-
-
-def larger():
-    with in_float64():
-        return keras.Sequential([keras.Input((6,)), dense(9, 1, activation="tanh"), dense(3, 2)])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metrics": []}, r"was written with metrics=\['loss', 'compile_metrics', "),
-        ({"model": larger}, r"another model or optimizer: .*\[6, 8\] where .*kernel of shape \[6, 9\] is"),
-        ({"optimizer": lambda: keras.optimizers.Adam(0.1)}, r"another model or optimizer: there are 6 arrays for 10"),
-        ({"callbacks": [EarlyStopping("loss")]}, r"written with the callbacks \[\], but the callbacks are \['Early"),
-    ],
-)
-def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp_path):
-    alone(make_training(data, tmp_path, epochs=1))
-    latest = checkpoints_in(tmp_path).latest()
-    changes = {name: value() if name in ("model", "optimizer") else value for name, value in changes.items()}
-    with pytest.raises(CheckpointError, match=message):
-        alone(make_training(data, tmp_path, resume_from=latest.name, **changes))
 
 
 def test_the_trained_model_gets_the_weights_of_the_best_epoch_also_after_a_resume(data, tmp_path):

@@ -81,6 +81,7 @@ class Losses(keras.callbacks.Callback):
             file.write(f"{logs['loss']!r}\n")
 
 
+@pytest.mark.nightly
 def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     from spark_elastic.ml.keras import serialization
     from spark_elastic.ml.keras.engine import MODEL_FILE

@@ -20,6 +20,8 @@ from tests.unit.ml.keras.trainings import (
 )
 from tests.unit.worlds import WorldDriver, together
 
+pytestmark = pytest.mark.nightly
+
 VARIANTS = list(trainings.VARIANTS)
 ALL = [*VARIANTS, *trainings.WORLDLY]
 

@@ -47,12 +47,14 @@ def test_torch_modules_do_not_import_tensorflow() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("use", ["spark_elastic.ElasticKerasModel()", "import spark_elastic.tensorflow as hvd"])
 def test_use_without_tensorflow_says_what_to_install(use: str) -> None:
     done = run(BLOCKED + f"import spark_elastic\n{use}")
     assert 'pip install "spark-elastic[tensorflow]"' in done.stderr
 
 
+@pytest.mark.nightly
 def test_keras_on_another_backend_is_refused() -> None:
     pytest.importorskip("tensorflow")
     done = run("import spark_elastic\nspark_elastic.ElasticKerasEstimator()", KERAS_BACKEND="torch")

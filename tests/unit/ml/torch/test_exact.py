@@ -19,6 +19,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from tests.nightly import by_night
 from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.torch import trainings
@@ -150,7 +151,7 @@ def sets(tmp_path_factory: Any) -> Path:
     return folder / "set"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_night(VARIANTS, but=list(VARIANTS)[:2]))
 def test_number_of_workers_changes_no_bit(variant, sets, tmp_path):
     virtual = 5 if "windows" in variant else 4
     expected = alone(sets, tmp_path / "1", variant, virtual)
@@ -177,42 +178,19 @@ def storm(seed: int, sets: Path, folder: Path, expected: dict[tuple[str, int], s
             assert result == expected[kind], f"schedule {seed}"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_night(range(3), but=[0]))
 def test_kills_and_arrivals_change_no_bit(seed, sets, tmp_path):
     storm(seed, sets, tmp_path, {})
 
 
-@pytest.mark.soak
-def test_a_hundred_schedules_of_kills_and_arrivals_change_no_bit(sets, tmp_path):
-    """SOAK_SEED: the first schedule; SOAK_SCHEDULES: their number."""
+@pytest.mark.nightly
+def test_many_schedules_of_kills_and_arrivals_change_no_bit(sets, tmp_path):
+    """FIRST_SEED: the first of 40 schedules."""
     expected: dict[tuple[str, int], str] = {}
-    first = int(os.environ.get("SOAK_SEED", "100"))
-    for seed in range(first, first + int(os.environ.get("SOAK_SCHEDULES", "100"))):
+    first = int(os.environ.get("FIRST_SEED", "100"))
+    for seed in range(first, first + 40):
         storm(seed, sets, tmp_path / str(seed), expected)
         print(f"schedule {seed} ok", flush=True)
-
-
-def resumed(data: Path, folder: Path, variant: str, name: str) -> str:
-    return outcome(data, folder, variant, 4, resume_from=name)
-
-
-def test_resume_with_another_number_of_workers_changes_no_bit(sets, tmp_path, caplog):
-    variant = next(iter(VARIANTS))
-    expected = alone(sets, tmp_path / "whole", variant, 4)
-    checkpoints = Checkpoints(trainings.Store.create(tmp_path / "whole").sub(CHECKPOINTS))
-    first = checkpoints.complete()[0]
-    assert first.epoch == 1
-    assert together(resumed, sets, tmp_path / "whole", variant, first.name, count=3) == [expected] * 3
-
-
-def test_resume_with_other_threads_is_a_warning_and_with_other_shards_an_error(sets, tmp_path, caplog):
-    variant = next(iter(VARIANTS))
-    alone(sets, tmp_path, variant, 4)
-    name = Checkpoints(trainings.Store.create(tmp_path).sub(CHECKPOINTS)).complete()[0].name
-    with pytest.raises(Exception, match="virtual_workers=4, but virtual_workers is 2"):
-        alone(sets, tmp_path, variant, 2, resume_from=name)
-    alone(sets, tmp_path, variant, 4, resume_from=name, num_threads=2)
-    assert "threads is 2, and was 1" in caplog.text
 
 
 # --- the estimator ------------------------------------------------------------------------------------

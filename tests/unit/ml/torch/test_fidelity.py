@@ -261,17 +261,6 @@ def test_model_that_deepcopy_refuses_is_returned_and_saved(dataset: Dataset, cal
     assert torch.equal(loaded.eval()(x), fitted.module(x))
 
 
-def test_shared_memory_is_still_shared_in_a_saved_model(dataset: Dataset) -> None:
-    net = Autoencoder()
-    file = serialization.dumps({"architecture": serialization.hollow(net)}) or serialization.pickled(
-        {"architecture": serialization.hollow(net)}
-    )
-    weights = from_bytes(serialization.weights_to_bytes(net))
-    loaded = serialization.fill(pickle.loads(file)["architecture"], weights)
-    assert not differences({"": net}, {"": loaded})
-    assert torch.equal(loaded.down.weight, net.down.weight)
-
-
 def test_hooks_of_a_saved_estimator_are_pickled_not_dropped() -> None:
     net = make_net()
     optimizer = sgd(net)

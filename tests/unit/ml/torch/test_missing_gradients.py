@@ -16,6 +16,8 @@ from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.train import train
 from tests.unit.worlds import together
 
+pytestmark = pytest.mark.nightly
+
 ROWS, BATCH, EPOCHS = 40, 8, 2
 
 

@@ -205,6 +205,7 @@ def with_distance(output: torch.Tensor, label: torch.Tensor) -> Any:
     return unlabelled(output, label), output.abs().mean()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [

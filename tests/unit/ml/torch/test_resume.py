@@ -57,22 +57,6 @@ def test_new_worker_starts_at_the_checkpoint_in_case_all_others_are_lost(known, 
     assert trainer.state.at.step == (13 if known else 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"order": "lanes"}, "was written with order='global', but order is 'lanes' now"),
-        ({"seed": 1}, "was written with seed=0, but seed is 1 now"),
-        ({"metrics": {}}, r"was written with metrics=\['accuracy', 'label_sum'\]"),
-        ({"model": torch.nn.Linear(6, 3).double(), "optimizer": torch.optim.SGD}, "another model or optimizer"),
-    ],
-)
-def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp_path):
-    alone(make_training(data, tmp_path, epochs=1))
-    latest = checkpoints_in(tmp_path).latest()
-    with pytest.raises(CheckpointError, match=message):
-        alone(make_training(data, tmp_path, resume_from=latest.name, **changes))
-
-
 # --- which are written ------------------------------------------------------------------------------
 
 

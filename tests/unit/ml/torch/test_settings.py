@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 from spark_elastic.data.dataset import pack
-from spark_elastic.data.reader import Batch, BatchReader
+from spark_elastic.data.reader import Batch
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, HorovodInternalError, InvalidSettingsError, UsageError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.torch.batch_norm import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
-from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from tests.unit.ml.torch import trainings
@@ -81,29 +79,6 @@ def test_settings_that_do_not_fit_model_or_machine_are_refused(changes, message,
 def test_a_model_without_parameters_cannot_be_trained():
     with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
         build_optimizer(torch.optim.SGD, torch.nn.Flatten())
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_kept_error_of_a_step_does_not_keep_the_reader_alive(split, data, tmp_path, monkeypatch):
-    begun = []
-
-    def fail(*_, **__):
-        raise ValueError("kept")
-
-    def epoch(reader, *args, **options):
-        begun.append(read(reader, *args, **options))
-        return begun[-1]
-
-    read = BatchReader.epoch
-    monkeypatch.setattr(BatchReader, "epoch", epoch)
-    event = {"callbacks": [LambdaCallback(on_batch_end=fail)]}
-    if split == "validation":
-        monkeypatch.setattr(trainers, "allreduce_", fail)
-        event = {}
-    with pytest.raises(ValueError, match="kept") as kept:
-        alone(make_training(data, tmp_path, **event))
-    assert kept.tb is not None
-    assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
 
 
 def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):

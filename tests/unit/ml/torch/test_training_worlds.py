@@ -6,33 +6,35 @@ import pytest
 import torch
 
 from spark_elastic.data.dataset import Dataset
+from tests.nightly import asked, by_night
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS, STEPS_AN_EPOCH, close
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import assert_as_undisturbed, in_worker
 from tests.unit.worlds import WorldDriver, together
 
 VARIANTS = [name for name in trainings.VARIANTS if name != "plain"]
-ALL = [*VARIANTS, *trainings.WORLDLY]
+BY_DAY = {"accumulation", "sample weights", "metrics with states", "batch normalisation, a last batch of one row"}
 
 
 @pytest.fixture(scope="module")
 def sets(data, weighted_data):
     """The dataset of each variant."""
-    return {name: weighted_data if name == "sample weights" else data for name in ALL}
+    return {name: weighted_data if name == "sample weights" else data for name in [*VARIANTS, *trainings.WORLDLY]}
 
 
 @pytest.fixture(scope="module")
-def in_three(sets, tmp_path_factory):
+def in_three(request, sets, tmp_path_factory):
     """The outcomes of the variants in one world of three, by name, for each worker."""
+    names = [*asked(request, "variant"), *trainings.WORLDLY]
     folder = tmp_path_factory.mktemp("three")
     with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_variants, sets, folder, count=3)
-        for name in ALL:  # each has the time of a wait
+        driver.start(trainings.in_worker_variants, {name: sets[name] for name in names}, folder, count=3)
+        for name in names:  # each has the time of a wait
             driver.wait(lambda name=name: driver.told("trained").count(name) == 3)
         return driver.results(3), folder
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_night(VARIANTS, but=BY_DAY))
 def test_no_setting_makes_the_result_depend_on_the_number_of_workers(variant, sets, tmp_path, undisturbed, in_three):
     single = trainings.make_training(sets[variant], tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
@@ -78,12 +80,16 @@ def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path
     assert sorted(result["caused_divergence"] for result in results) == [False, False, True]
 
 
-@pytest.mark.parametrize(("file", "half"), [("state.pt", True), ("checkpoint.json", False), ("model.pt", False)])
+@pytest.mark.parametrize(
+    ("file", "half"),
+    by_night([("state.pt", True), ("checkpoint.json", False), ("model.pt", False)], but=[("state.pt", True)]),
+)
 def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data, tmp_path, undisturbed):
     (result,) = together(in_worker, data, tmp_path, {1: ("store", file, half)}, left=1)
     assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
+@pytest.mark.nightly
 def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
     with WorldDriver(start_with=3) as driver:
         plans = {1: ("on_batch_end", 3), 3: ("forward", 2 * STEPS_AN_EPOCH)}
@@ -93,6 +99,7 @@ def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbe
         assert len(driver.worlds) == 3
 
 
+@pytest.mark.nightly
 def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(data, tmp_path):
     variant, kill = "metrics with states", ("forward", STEPS_AN_EPOCH + 2)
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
@@ -102,6 +109,7 @@ def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(
         assert result["history"][0]["outputs_count"] == ROWS
 
 
+@pytest.mark.nightly
 def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
