@@ -67,7 +67,7 @@ class AddressBook:
         self, agent: AgentId, host: str, addresses: dict[str, tuple[str, ...]], probe_port: int, channel_address: str
     ) -> None:
         allowed = check_interfaces(host, addresses, self._nics)
-        found = [address for of in allowed.values() for address in of]
+        found = [address for each in allowed.values() for address in each]
         candidates = sorted(found, key=lambda a: (a != channel_address, is_loopback(a), is_ipv6(a), a))
         self._agents[agent] = _AgentAddresses(host, channel_address, tuple(dict.fromkeys(candidates)), probe_port)
 
@@ -151,10 +151,10 @@ class AddressBook:
 
     def _best_of_protocol(self, known: _AgentAddresses, one_host: bool, ipv6: bool) -> str | None:
         """Return the best address of one protocol; None if there is none that can be expected to work."""
-        of = [a for a in known.candidates if is_ipv6(a) == ipv6]
+        usable = [a for a in known.candidates if is_ipv6(a) == ipv6]
         if not one_host:
-            of = [a for a in of if not is_loopback(a) and a not in self._unreached]
-        return min(of, key=lambda a: (a not in self._reached and not one_host, of.index(a)), default=None)
+            usable = [a for a in usable if not is_loopback(a) and a not in self._unreached]
+        return min(usable, key=lambda a: (a not in self._reached and not one_host, usable.index(a)), default=None)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
         """Return where the prober has to try to reach the agent.
@@ -184,6 +184,6 @@ def check_interfaces(
     allowed = {name: of for name, of in addresses.items() if name in nics}
     if not allowed:
         problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
-        found = ", ".join(f"{name} ({', '.join(of)})" for name, of in sorted(addresses.items()))
+        found = ", ".join(f"{name} ({', '.join(own)})" for name, own in sorted(addresses.items()))
         raise UnknownInterfaceError(f"{problem}; it has {found}", host=host, nics=tuple(nics))
     return allowed

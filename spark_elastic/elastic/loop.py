@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from spark_elastic.elastic.finish import LaterLoop
 from spark_elastic.elastic.frontend import CollectiveFrontend, Entry, frontend
-from spark_elastic.elastic.mark import of_loop
+from spark_elastic.elastic.mark import running_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
@@ -71,7 +71,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                 f"the first argument of {name}, a loop of hvd.elastic.run, is a {type(state).__name__} and has "
                 "to be a state, such as a TorchState; within a class, decorate a function in a method, not the method"
             )
-        if of_loop.get() is not None:
+        if running_loop.get() is not None:
             raise UsageError(
                 f"{name}, a loop of hvd.elastic.run, was called within another one, which could not be "
                 "repeated after a loss; call loops one after the other"
@@ -105,7 +105,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         return result
 
     def call_until_done(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
-        outer = of_loop.set(state._counter)
+        outer = running_loop.set(state._counter)
         state._counter.in_loop = True
         try:
             while True:
@@ -131,7 +131,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                     state._interrupted()
                 entry = frontend.rejoin(state.version)
         finally:
-            of_loop.reset(outer)
+            running_loop.reset(outer)
             state._loop_over()
 
     functools.update_wrapper(wrapper, func)

@@ -22,7 +22,7 @@ from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import StateVersion
 
-of_loop: ContextVar[StepCounter | None] = ContextVar("of_loop", default=None)
+running_loop: ContextVar[StepCounter | None] = ContextVar("running_loop", default=None)
 """The counter of the state whose loop is running in this thread."""
 
 

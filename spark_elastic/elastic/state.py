@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.elastic.frontend import CollectiveFrontend, frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.mark import OptimizerSteps, StepCounter, of_loop
+from spark_elastic.elastic.mark import OptimizerSteps, StepCounter, running_loop
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError, UsageError
 from spark_elastic.membership.topology import StateVersion
@@ -124,7 +124,7 @@ class State:
             UsageError: A loop is running, and its state is another one.
             HorovodInternalError: A collective has failed, and the loop's function has caught the error.
         """
-        if of_loop.get() not in (None, self._counter):
+        if running_loop.get() not in (None, self._counter):
             raise UsageError(
                 "commit() or check_host_updates() was called for a state other than the state of the loop; it would "
                 "neither return to its commit after a loss nor reach newcomers: give its values to the loop's state"

@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_backward
 from spark_elastic.collective.calls import agree, describe_tensor
@@ -94,7 +93,7 @@ class BackwardReducer:
         self._buckets: list[Bucket] = []
         self._made_for: Any = None
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
-        self._works: list[dist.Work] = []
+        self._works: list[Any] = []
         self._group: Group | None = None
         self._agreed_on: tuple[Group | None, int] = None, 0
         """The group whose members have agreed, and the number of joins that they had completed."""
@@ -485,7 +484,7 @@ class BackwardReducer:
         """Drop the gradients of the present step.
 
         The next step gets new buckets if these may still be written: by Gloo's threads, or in this thread by a group
-        that goes on. Results that come through shared memory are written in this thread alone.
+        that is in use. Results that come through shared memory are written in this thread alone.
         """
         if self.launched:
             buckets, sent = self._buckets, len(self._works)

@@ -22,7 +22,7 @@ def addresses_in_use():
     from spark_elastic.collective.process import process
 
     hvd.init()
-    return process.group()._addresses
+    return list(process.assignment.addresses)
 
 
 def test_all_connections_of_a_job_can_be_ipv6(start_job):
