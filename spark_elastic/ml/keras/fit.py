@@ -9,22 +9,8 @@ import keras
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.fit import FitRun
+from spark_elastic.ml.keras import compiling
 from spark_elastic.ml.keras.callbacks import check_callbacks
-from spark_elastic.ml.keras.compiling import (
-    CompileArguments,
-    build_for,
-    check_losses,
-    check_named,
-    check_order,
-    compile_arguments,
-    compiled_with,
-    input_names,
-    label_dtype,
-    loss_kind,
-    name_of,
-    order_by_name,
-    values_of,
-)
 from spark_elastic.ml.keras.dry_run import dry_run
 from spark_elastic.ml.keras.fidelity import differences, different_values
 from spark_elastic.ml.keras.model import ElasticKerasModel
@@ -54,9 +40,9 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
         if not isinstance(model, keras.Model):
             raise InvalidSettingsError(_no_model(model))
         compiled = self.compile_arguments()
-        if compiled.loss is None and not compiled_with(model):
+        if compiled.loss is None and not compiling.compiled_with(model):
             raise InvalidSettingsError("loss is not set, and the model is not compiled; set it, or compile the model")
-        check_losses(model, compiled.loss, self.given("label_cols"))
+        compiling.check_losses(model, compiled.loss, self.given("label_cols"))
         for each in getattr(model, "inputs", None) or ():
             if each.shape[0] is not None:
                 raise InvalidSettingsError(
@@ -75,11 +61,11 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             return value
         if any(super(KerasFit, self).given(each) for each in ("transformation_fn", "inference_fn")):
             return value  # which are given the tensors in the order of feature_cols
-        order = order_by_name(super().given("model"), super().given("feature_cols") or [])
+        order = compiling.order_by_name(super().given("model"), super().given("feature_cols") or [])
         return value if order is None or len(order) != len(value) else [value[at] for at in order]
 
-    def compile_arguments(self) -> CompileArguments:
-        return compile_arguments(self.given("model"), **{name: self.given(name) for name in COMPILED})
+    def compile_arguments(self) -> compiling.CompileArguments:
+        return compiling.compile_arguments(self.given("model"), **{name: self.given(name) for name in COMPILED})
 
     def _takes_float32(self, tensor: str) -> bool:
         inputs = getattr(self.given("model"), "inputs", None) or []
@@ -89,11 +75,11 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
     def _losses(self) -> list[Any]:
         """Return the loss of each label; [] if the model adds its own."""
         labels = self.given("label_cols") or []
-        pairs = check_losses(self.given("model"), self.compile_arguments().loss, labels)
+        pairs = compiling.check_losses(self.given("model"), self.compile_arguments().loss, labels)
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def label_dtypes(self) -> list[str | None]:
-        return [label_dtype(loss) for loss in self._losses()]
+        return [compiling.label_dtype(loss) for loss in self._losses()]
 
     def tensors(self, schema: Any) -> Tensors:
         made = super().tensors(schema)
@@ -103,10 +89,10 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self.given("label_cols"), self._losses(), strict=False):
-            kind = loss_kind(loss)
+            kind = compiling.loss_kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, but {name_of(loss)} needs a value for each "
+                    f"label_cols {name!r} is one number a row, but {compiling.name_of(loss)} needs a value for each "
                     "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
                     "(OneHotEncoder with dropLast=False)"
                 )
@@ -123,7 +109,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             **self.common_settings(store, resume_from),
             model=self._pickled_setting("model", model),
             compiled=self._pickled_setting("the compile settings", compiled),
-            optimizer_values=values_of(compiled.optimizer),
+            optimizer_values=compiling.values_of(compiled.optimizer),
             callbacks=self._pickled_setting("callbacks", self.worker_callbacks()),
             config=global_config(),
         )
@@ -131,7 +117,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
     def _built_model(self) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
         model, inputs = self.given("model"), model_inputs(self.rows, self.given("input_shapes"))
-        names = input_names(model)
+        names = compiling.input_names(model)
         if names is not None and len(names) != len(inputs) and self.given("transformation_fn") is None:
             found = ", ".join("+".join(field.columns) for field in inputs)
             raise InvalidSettingsError(
@@ -140,8 +126,8 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             )
         if self.given("transformation_fn") is None:
             columns = [field.columns for field in inputs]
-            check_order("feature_cols", "inputs", names, columns)
-            check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
+            compiling.check_order("feature_cols", "inputs", names, columns)
+            compiling.check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
         # build() of a subclass without a build of its own only says that it is built
         if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
             return model
@@ -150,7 +136,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
                 "the model is not built, and its inputs are not known because transformation_fn makes them: build it "
                 "first, with keras.Input in it, or by calling it on an array"
             )
-        return build_for(model, inputs, self.given("seed"), self.given("custom_objects"))
+        return compiling.build_for(model, inputs, self.given("seed"), self.given("custom_objects"))
 
     def pickled(self, value: Any) -> bytes:
         return dumps(value, self.given("custom_objects"))

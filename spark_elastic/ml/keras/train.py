@@ -14,12 +14,7 @@ _THREADS_ENV = "TF_NUM_INTRAOP_THREADS"
 
 
 def train(training: KerasTraining) -> TrainingResult:
-    """Train a Keras model; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
-
-    Outside of a job this process trains alone. When it returns, the trained weights are in `training.store`, in the
-    file `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with
-    the data, and `CheckpointError` if `resume_from` cannot be used.
-    """
+    """Train a Keras model, as `ml.torch.train.train` trains a module; the weights are in the file `spec.MODEL_FILE`."""
     prefer_backend()
     check_backend("ElasticKerasEstimator")
     adopt(training.config)
