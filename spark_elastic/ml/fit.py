@@ -238,7 +238,7 @@ class FitRun(ABC, Generic[T, M]):
 
     def _check_own_modules(self) -> None:
         """Raise `NotPicklableError` if executors cannot import a module of the user's own that the settings need."""
-        if self._run_options.get("launcher") is not None or not own_modules():
+        if self.cluster is None or self._run_options.get("launcher") is not None or not own_modules():
             return
         given = [self.worker_callbacks(), *(self.given(name) for name in _WITH_CODE if self._settings.hasParam(name))]
         try:
