@@ -14,6 +14,8 @@ from spark_elastic.membership.topology import Place
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
 
+pytestmark = pytest.mark.nightly
+
 SERVER = """
 import asyncio, logging, os, resource, socket, sys
 limit = int(sys.argv[1])
@@ -40,8 +42,6 @@ asyncio.run(serve())
 
 FLOODER = """
 import errno, resource, select, socket, sys, time
-
-pytestmark = pytest.mark.nightly
 HELD = 700
 port, rubbish, until = int(sys.argv[1]), sys.argv[2] == "rubbish", time.monotonic() + 60
 poller, held, lost, told = select.epoll(), {}, 0, False
