@@ -57,7 +57,9 @@ class FixedLink:
     def join_at_init(self) -> Assignment:
         return self._assignment
 
-    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment:
+    def join(
+        self, round: int, version: StateVersion | None, loop: int = 1, meanwhile: Callable[[], None] | None = None
+    ) -> Assignment:
         raise RuntimeError("this world does not change")
 
     def report_version(self, version: StateVersion) -> None: ...

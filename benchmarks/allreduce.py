@@ -88,7 +88,8 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = join_fixed_world(args.worker)
     hvd.init()
-    shares = getattr(process.group(), "_shared", None) is not None
+    group = process.group()
+    shares = group is not None and group.ways.shared_memory is not None
     rows = {nbytes: compare(nbytes, args.rounds) for nbytes in args.sizes}
     hvd.barrier()
     hvd.shutdown()

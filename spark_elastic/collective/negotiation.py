@@ -191,6 +191,7 @@ class Negotiation:
         assert pending.launched is not None
         return pending.launched
 
+    @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
         while self._queue:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.group import Group
+from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.world import connect, members_of
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import StateVersion
@@ -290,6 +291,7 @@ class Process:
         assert self.assignment is not None
         return self._connect(name, self.assignment, ranks)
 
+    @in_one_thread
     def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
         assert self.link is not None
         world = assignment.world

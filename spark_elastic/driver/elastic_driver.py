@@ -105,7 +105,7 @@ class ElasticDriver:
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._alarms: dict[Callable[[], None], Alarm] = {}
         """The next call of each function that is called at a time."""
         self._ending = False
         self._failure: SparkElasticError | None = None
@@ -238,8 +238,8 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in self._timers.values():
-                timer.cancel()
+            for alarm in self._alarms.values():
+                alarm.cancel()
             self._announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
@@ -300,11 +300,9 @@ class ElasticDriver:
         self._call_at(None if deadline is None else deadline + self._machine_clock.paused_s, self._on_deadline)
 
     def _call_at(self, due: float | None, function: Callable[[], None]) -> None:
-        """Call a function at a time of the monotonic clock, instead of at the one set before; None: do not call it."""
-        if function in self._timers:
-            self._timers.pop(function).cancel()
-        if due is not None and self._loop is not None:
-            self._timers[function] = self._loop.call_at(due, function)
+        """Call a function at a time of the monotonic clock, or earlier, if it was due before; None: do not call it."""
+        if self._loop is not None:
+            self._alarms.setdefault(function, Alarm(self._loop, function)).set(due)
 
     def _on_deadline(self) -> None:
         now, deadline = self._now(), self._machine.next_deadline()
@@ -379,6 +377,35 @@ class ElasticDriver:
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""
         self._call_at(self._announcer.print_changes(clock.monotonic()), self._announce)
+
+
+class Alarm:
+    """A call at a time that may move. Moved to a later time, as by each heartbeat, it stays, and comes too early.
+
+    If it were moved, a flow of events without a pause would put it off for as long as it lasts.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, due: float | None) -> None:
+        """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
+        if due is None:
+            self.cancel()
+        elif self._handle is None or due < self._handle.when():
+            self.cancel()
+            self._handle = self._loop.call_at(due, self._rings)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _rings(self) -> None:
+        self._handle = None
+        self._ring()
 
 
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:

@@ -264,7 +264,7 @@ class HostManager:
         after = self._hosts.updated(found)
         if after == self._hosts or self._stopping.is_set():
             return False
-        log.info("the hosts to use have changed: %s", ", ".join(f"{host}:{slots}" for host, slots in after.slots))
+        log.info("the hosts to use have changed: %s", after)
         self._hosts = after
         self._post(HostsObserved(dict(after.slots)))
         return True

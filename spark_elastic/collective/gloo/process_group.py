@@ -149,8 +149,8 @@ class GlooCollectives:
     def cut(self) -> None:
         """End it at once, from any thread; blocked collectives raise HorovodInternalError."""
         self._over.set()
-        if self.sockets is not None:
-            self.sockets.shutdown()
+        if (sockets := self.sockets) is not None:  # `close` may forget them at this moment
+            sockets.shutdown()
         self._cut_at = min(self._cut_at, clock.monotonic())
 
     def close(self) -> None:
