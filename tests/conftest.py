@@ -13,8 +13,9 @@ for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
 # of the processor's time goes into that. Read when torch is loaded, and inherited by all processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# a shell starts what it runs in the background deaf to Ctrl-C, which tests send to themselves and to their programs
+# a shell starts what it runs in the background deaf to these, which tests send to themselves and to their programs
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # a busy machine is slow now and then
 hypothesis.settings.register_profile("day", deadline=None, max_examples=30)

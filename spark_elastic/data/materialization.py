@@ -269,13 +269,15 @@ class _Write:
         elif (found := self.cluster.partitions(rows)) is not None and (fewer := fewer_tasks(*found)):
             rows = rows.coalesce(fewer)
         written = (request.shard_bytes, request.validation, request.seed, self.kept)
-        query = rows.mapInArrow(WriteTask(self.folder, run, groups, self.tensors, *written), RECEIPT_SCHEMA)
+        task = WriteTask(self.folder, run, groups, self.tensors, *written)
         name = f"spark_elastic: write {', '.join(request.tensors)}"
         wide = any(column.source != "scalar" for tensor in self.tensors for column in tensor.columns)
         try:
             with self.cluster.small_batches(self.df.sparkSession) if wide else nullcontext():
                 answers = write_again_if_order_is_lost(
-                    lambda: self.cluster.collect(query, name, "writing rows", self.verbose),
+                    lambda: self.cluster.collect(
+                        rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", self.verbose
+                    ),
                     lambda: self.folder.delete(run),
                 )
         except Exception as error:  # py4j, captured by pyspark or not

@@ -81,5 +81,7 @@ def place_of(call: RunSettings) -> Place:
     if call.launcher is not None:
         return ThisMachine(call.launcher)
     cluster = checked_cluster(call.spark)
+    if cluster is call.spark:  # of a fit, whose session may have ended since
+        cluster.check()
     cluster.apply(call.driver_host, call.ship_package)
     return cluster

@@ -231,9 +231,10 @@ class FitRun(ABC, Generic[T, M]):
         """
         if self.cluster is None:
             return
-        if self._run_options.get("ship_package"):
+        on_cluster = self._run_options.get("launcher") is None
+        if self._run_options.get("ship_package") and (on_cluster or self.cluster.remote):
             self.cluster.ship_package()
-        if self._run_options.get("launcher") is None:
+        if on_cluster:
             ensure_shared(self._runs(), self.cluster)
 
     def _check_own_modules(self) -> None:

@@ -22,10 +22,10 @@ from spark_elastic.membership.topology import Reach, SlotReport
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.discovery import SlotCount, Waiting
-from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
+from spark_elastic.spark.executor_python import PATIENCE_S, python_error_of, refuse_python, report_python
 from spark_elastic.spark.package import ship_package
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
-from spark_elastic.spark.task_run import TaskRun
+from spark_elastic.spark.task_run import CANCEL_S, TaskRun
 from spark_elastic.wire.interfaces import address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 from spark_elastic.wire.ports import ANY, Ports, valid_ports
@@ -157,8 +157,13 @@ class Cluster(abc.ABC):
         `name` is that of the job in Spark's UI, `title` that of the progress bar, where there is one; verbose=0: none.
         """
         run = TaskRun(self, df.collect, name)
-        with self._shown(run, title) if verbose else contextlib.nullcontext():
-            return run.result()
+        try:
+            with self._shown(run, title) if verbose else contextlib.nullcontext():
+                return run.result()
+        except BaseException:
+            if not run.over.is_set():
+                run.cancel(CANCEL_S)
+            raise
 
     def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -204,9 +209,11 @@ class Cluster(abc.ABC):
         names = self.needed if needed is None else needed
         about = (self.id, self.python, *names)
         if about not in checked:
-            if (answer := self.ask_python(names)) is not None:
+            # a local master whose slots are all in use says nothing: the workers then name what they lack
+            answer = self.ask_python(names, PATIENCE_S if self.is_local else None)
+            if answer is not None:
                 refuse_python(answer, on_connect=self.remote)
-            checked.add(about)
+                checked.add(about)
 
     def ask_python(self, names: Sequence[str], timeout_s: float | None = None) -> tuple[str, str, list[str]] | None:
         """Return path and version of the executors' Python, and those of the modules that it lacks.
@@ -268,8 +275,10 @@ class Cluster(abc.ABC):
         """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
         if not pending:
             return ""
-        free = self.slots_free()
-        self.leave_thread()
+        try:
+            free = self.slots_free()
+        finally:
+            self.leave_thread()
         of_cluster = "" if free is None else f", cluster has {counted(free, 'slot')} free"
         return f"{counted(pending, 'task')} pending{of_cluster}"
 

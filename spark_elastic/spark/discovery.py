@@ -99,10 +99,10 @@ def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiti
     most = cluster.fixed_slots()
     while True:
         count, waited = cluster.count_slots(), clock.monotonic() - start
-        if count.now is None or count.now >= need:
-            return
         if most is not None and most < need:
             raise too_few(have=most, waited_s=0.0, fixed=f"master {cluster.master}")
+        if count.now is None or count.now >= need:
+            return
         if cluster.allocates_dynamically():
             if count.most is not None and count.most < need:
                 limit = "spark.dynamicAllocation.maxExecutors allows no more"

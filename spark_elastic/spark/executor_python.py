@@ -25,6 +25,8 @@ NEEDED_ON_CONNECT = ("pandas", *NEEDED_FOR_ROWS)
 """The same behind Spark Connect, whose tasks exchange Arrow batches."""
 ON_CONNECT = "the Python that the PYSPARK_PYTHON of Spark Connect's server names, else its python3"
 """The executors' Python behind a Connect session, where no task could say its path."""
+PATIENCE_S = 20.0
+"""How long to wait for a task that looks at an executor, where other jobs may have all slots."""
 _DEFAULT = "python3"
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
 _NOT_RUN = re.compile(r'Cannot run program "([^"]*)"')

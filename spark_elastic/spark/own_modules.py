@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spark_elastic.errors import NotPicklableError
+from spark_elastic.spark.executor_python import PATIENCE_S
 
 if TYPE_CHECKING:
     from spark_elastic.spark.cluster import Cluster
 
-_PATIENCE_S = 20.0  # for a job of one task, where other jobs may have all slots
 _GLOBAL = "global "
 _found: set[tuple[str, str]] = set()
 """(`Cluster.id`, names of modules) that the executors can import."""
@@ -25,7 +25,7 @@ _found: set[tuple[str, str]] = set()
 def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | None = None) -> None:
     """Run a job of one task that looks for the user's own modules that a pickle names; none if it names none.
 
-    Where all slots are taken for longer than `_PATIENCE_S`, nothing is found out: the worker names what it lacks.
+    Where all slots are taken for longer than `PATIENCE_S`, nothing is found out: the worker names what it lacks.
 
     Args:
         cluster: Where the pickle is to be loaded.
@@ -39,7 +39,7 @@ def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | Non
     about = (cluster.id, " ".join(sorted(files)))
     if not files or about in _found or "PYTHONPATH" in (env or {}):
         return
-    answer = cluster.ask_python(sorted(files), _PATIENCE_S)
+    answer = cluster.ask_python(sorted(files), PATIENCE_S)
     if answer is None:
         return
     if missing := answer[2]:

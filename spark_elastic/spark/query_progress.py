@@ -25,12 +25,16 @@ _LINE_EVERY_S = 30.0  # between two of these lines
 @contextmanager
 def shown(context: Any, run: TaskRun, title: str) -> Iterator[None]:
     """Show the progress of a call's jobs in a bar while the block runs, in place of Spark's own."""
-    arguments = (context, run.tag, title, run.over)
+    over = threading.Event()
+    arguments = (context, run.tag, title, over)
     watch = threading.Thread(target=_show_progress, args=arguments, name="spark_elastic watch", daemon=True)
     watch.start()
-    with bar_hidden(context):
-        yield
-    watch.join(CANCEL_S)
+    try:
+        with bar_hidden(context):
+            yield
+    finally:
+        over.set()
+        watch.join(CANCEL_S)
 
 
 def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:

@@ -69,7 +69,7 @@ class TaskRun:
         # on a thread: it does not return while Spark does not answer
         asking = threading.Thread(target=ask, name="spark_elastic cancel", daemon=True)
         asking.start()
-        asking.join(timeout_s)
+        self.over.wait(timeout_s)
 
     def _run(self) -> None:
         try:
