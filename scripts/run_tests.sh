@@ -7,9 +7,9 @@ python=$1
 shift
 clusters=
 others=tests
-for folder in connect data local ml spark spark_edges; do
-    clusters="$clusters tests/integration/$folder"
-    others="$others --ignore=tests/integration/$folder"
+for part in connect data local ml spark spark_edges test_cli.py test_docs.py test_horovod_scripts.py; do
+    clusters="$clusters tests/integration/$part"
+    others="$others --ignore=tests/integration/$part"
 done
 set -- --durations=40 "$@"
 

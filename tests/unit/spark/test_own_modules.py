@@ -79,7 +79,7 @@ def test_no_job_looks_for_modules_that_the_workers_own_pythonpath_has(own: Any) 
 
 
 def test_job_that_gets_no_slot_keeps_nobody_waiting(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_modules, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(own_modules, "PATIENCE_S", 0.01)
     executors = Executors(has_slots=False)
     check_modules(executors, cloudpickle.dumps(own.Net()))
     assert executors.cancelled.wait(20)
