@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -31,9 +32,9 @@ class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
     _shared_datasets: SharedDatasets | None = None
     """Within `fitMultiple`: the datasets that are written for the same DataFrame."""
 
+    @abstractmethod
     def _fit_run(self) -> FitRun[Any, M]:
         """Return a run of the framework with these settings."""
-        raise NotImplementedError
 
     @overload
     def fit(self, dataset: DataFrame, params: Mapping[Any, Any] | None = None) -> M: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,7 +41,7 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Training:
+class Training(ABC):
     """The settings of one training; each framework adds its own. Pickled as a whole.
 
     Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight". Fields that are not explained
@@ -94,9 +95,9 @@ class Training:
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
 
     @property
+    @abstractmethod
     def model_nbytes(self) -> int:
-        """About the size of the trained model's file."""
-        raise NotImplementedError
+        """About the size of the trained model's file, in bytes."""
 
     def plan_callbacks(self) -> list[Callback]:
         """Return the callbacks that carry out the checkpoint plan."""
