@@ -19,12 +19,9 @@ PROBES_PER_NEWCOMER = 3
 @dataclass(frozen=True)
 class _AgentAddresses:
     host: str
-    channel_address: str
-    """Its address on the connection to the driver."""
-    candidates: tuple[str, ...]
-    """Addresses that the agent's workers may use, best first."""
-    probe_port: int
-    """The port at which the agent answers probes; 0 if it does not."""
+    channel_address: str  # its address on the connection to the driver
+    candidates: tuple[str, ...]  # addresses that the agent's workers may use, best first
+    probe_port: int  # the port at which the agent answers probes; 0 if it does not
 
 
 class AddressBook:
@@ -33,10 +30,8 @@ class AddressBook:
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
-        self._reached: set[str] = set()
-        """Addresses to which another agent could connect."""
-        self._unreached: set[str] = set()
-        """Addresses to which another agent could not connect."""
+        self._reached: set[str] = set()  # addresses to which another agent could connect
+        self._unreached: set[str] = set()  # addresses to which another agent could not connect
         self._tried: set[str] = set()
         """Addresses that were tried since `probe_again`: what was found before it counts until they are."""
 

@@ -45,13 +45,10 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-RESULTS_TIMEOUT_S = 300.0
-"""Seconds that the results of the finished workers may take to arrive through the launcher."""
-FAREWELL_TIMEOUT_S = 2.0
-"""Seconds that agents have to end by themselves before their launches are ended."""
+RESULTS_TIMEOUT_S = 300.0  # seconds that the results of the finished workers may take to arrive through the launcher
+FAREWELL_TIMEOUT_S = 2.0  # seconds that agents have to end by themselves before their launches are ended
 CLOSE_TIMEOUT_S = 3.0
-MAX_CLOCK_INTERVAL_S = 2.0
-"""Seconds between two readings of the clocks, which find the driver's own pauses."""
+MAX_CLOCK_INTERVAL_S = 2.0  # seconds between two readings of the clocks, which find the driver's own pauses
 _MOST_SLOTS_NAMED = 8
 _LOOK_S = 0.005
 
@@ -100,25 +97,20 @@ class ElasticDriver:
         self._peers = Peers(
             spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail, observer
         )
-        self._launched: set[SlotId] = set()
-        """Slots whose launch has not ended."""
+        self._launched: set[SlotId] = set()  # slots whose launch has not ended
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
-        self._alarms: dict[Callable[[], None], Alarm] = {}
-        """The next call of each function that is called at a time."""
+        self._alarms: dict[Callable[[], None], Alarm] = {}  # the next call of each function that is called at a time
         self._ending = False
         self._failure: SparkElasticError | None = None
-        self._has_failed = False
-        """True once the failure is announced. The machine may not know of it."""
+        self._has_failed = False  # true once the failure is announced. The machine may not know of it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
-        self._cancelled: str | None = None
-        """The reason of a cancellation before `run`."""
+        self._cancelled: str | None = None  # the reason of a cancellation before `run`
         self._cancel_lock = threading.Lock()
-        self.stop_requested = threading.Event()
-        """Set by `cancel`, for waits before `run`."""
+        self.stop_requested = threading.Event()  # set by `cancel`, for waits before `run`
 
     # --- from any thread ----------------------------------------------------------------------------
 

@@ -40,8 +40,7 @@ class LocalLauncher:
     def __init__(
         self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1, preimport: Sequence[str] | None = None
     ) -> None:
-        self.hosts = tuple(address_of(host) for host in hosts)
-        """The addresses that the agents report."""
+        self.hosts = tuple(address_of(host) for host in hosts)  # the addresses that the agents report
         self.cores = cores
         self.preimport = None if preimport is None else tuple(preimport)
 

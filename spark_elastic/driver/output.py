@@ -28,8 +28,7 @@ from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-FLUSH_BYTES = 4 * 2**20
-"""Lines of this size are written before `FLUSH_S` have passed."""
+FLUSH_BYTES = 4 * 2**20  # lines of this size are written before `FLUSH_S` have passed
 MAX_WAITING_BYTES = 64 * 2**20
 """The limit for lines that are not written yet. Further lines are dropped, and the file says how many."""
 CLOSE_S = 10.0
@@ -53,8 +52,7 @@ class _Dropped:
         return f"spark_elastic: {dropped}: they came faster than {target} took them"
 
 
-File = tuple[str, str]
-"""The process (its rank, or "slot 3" if it has none) and the stream."""
+File = tuple[str, str]  # the process (its rank, or "slot 3" if it has none) and the stream
 
 
 class OutputFiles:
@@ -136,10 +134,8 @@ class OutputFiles:
 MAX_QUEUED_LINES, MAX_QUEUED_BYTES = 20_000, 16 * 2**20
 """The limits for lines that are not printed yet. Further lines are dropped and counted, because a blocked terminal must
 not fill the driver's memory."""
-MAX_LINES_AT_ONCE = 200
-"""The most lines that are printed before the bar is drawn again."""
-LOOK_S = 0.25
-"""Seconds between two drawings of the bar."""
+MAX_LINES_AT_ONCE = 200  # the most lines that are printed before the bar is drawn again
+LOOK_S = 0.25  # seconds between two drawings of the bar
 
 _ESCAPES = re.compile(
     "\x1b[\\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\\\)?"  # titles, links, strings for the terminal
@@ -148,8 +144,7 @@ _ESCAPES = re.compile(
     "|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 
-Line = tuple[str, str]
-"""The stream and the text."""
+Line = tuple[str, str]  # the stream and the text
 
 
 def printable(text: str) -> str:
@@ -182,8 +177,7 @@ class OutputPrinter:
         self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
         self._queue: queue.Queue[Line | None] = queue.Queue()
         self._bytes = 0
-        self._lock = threading.Lock()
-        """For `_bytes`, those of the queue, and `_dropped`."""
+        self._lock = threading.Lock()  # for `_bytes`, those of the queue, and `_dropped`
         self._dropped = _Dropped()
         self._failed: set[str] = set()
         """The streams, and the bar, that could not be written so far. Each is reported once."""

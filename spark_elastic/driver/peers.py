@@ -37,8 +37,7 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 5.0
-"""Seconds for which messages of a worker are still read after its process has ended."""
+LAST_WORDS_S = 5.0  # seconds for which messages of a worker are still read after its process has ended
 
 
 class JobObserver(Protocol):
@@ -69,10 +68,8 @@ class Peers:
     launcher: Launcher
     announcer: Announcer
     printer: OutputPrinter
-    handle: Callable[[seen.Event], None]
-    """Called with each event for the membership machine."""
-    fail: Callable[[SparkElasticError], None]
-    """Called with an error that ends the job."""
+    handle: Callable[[seen.Event], None]  # called with each event for the membership machine
+    fail: Callable[[SparkElasticError], None]  # called with an error that ends the job
     observer: JobObserver | None = None
 
     def __post_init__(self) -> None:
@@ -85,28 +82,20 @@ class Peers:
             encrypt=self.spec.encrypt,
             max_unauthenticated=most_handshakes(self.settings.max_num_proc),
         )
-        self.agents: set[AgentId] = set()
-        """Agents that are connected and usable."""
-        self._slot_of: dict[AgentId, SlotId] = {}
-        """Slots of all connected agents, also of those that were sent away."""
+        self.agents: set[AgentId] = set()  # agents that are connected and usable
+        self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
         self._agents_in: Counter[SlotId] = Counter()
         """The number of usable agents in each slot: two while Spark runs a task again."""
-        self._agent_of: dict[WorkerId, AgentId] = {}
-        """Agents of the workers that were started and are not gone."""
-        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)
-        """The same by agent."""
+        self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone
+        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)  # the same by agent
         self._shown: defaultdict[WorkerId, ExpectedLines] = defaultdict(ExpectedLines)
         """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
-        self._listens: dict[AgentId, str] = {}
-        """The address at which each agent's worker listens in the newest world."""
-        self._without_interface: set[SlotId] = set()
-        """Slots whose last agent had no usable interface."""
+        self._listens: dict[AgentId, str] = {}  # the address at which each agent's worker listens in the newest world
+        self._without_interface: set[SlotId] = set()  # slots whose last agent had no usable interface
         self._loop_results = LoopResults()
-        self.world: World | None = None
-        """The newest world; None before the first."""
-        self._ending = False
-        """True once the job is over: agents that still come are sent away."""
+        self.world: World | None = None  # the newest world; None before the first
+        self._ending = False  # true once the job is over: agents that still come are sent away
 
     # --- the driver's side ----------------------------------------------------------------------------
 

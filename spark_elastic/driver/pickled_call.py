@@ -10,8 +10,7 @@ from typing import Any
 from spark_elastic.errors import NotPicklableError
 from spark_elastic.redaction import first_line
 
-_MAX_PARTS = 200
-"""Parts of an object that are searched for one that cannot be pickled."""
+_MAX_PARTS = 200  # parts of an object that are searched for one that cannot be pickled
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:

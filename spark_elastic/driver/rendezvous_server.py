@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 MAX_ROUND_BYTES = 64 * 2**20
 """The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
-HELLO_TIMEOUT_S = 60.0
-"""Agents and workers send their hello as soon as they are authenticated."""
+HELLO_TIMEOUT_S = 60.0  # agents and workers send their hello as soon as they are authenticated
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ class RoundKeyValues:
         self._bytes = 0
         self._waiting: dict[str, list[Callable[[bytes], None]]] = {}
         """The functions that answer the requests for a key, by key."""
-        self._gatherings: dict[str, _Gathering] = {}
-        """The groups of which not all members have sent their values."""
+        self._gatherings: dict[str, _Gathering] = {}  # the groups of which not all members have sent their values
 
     def start_round(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""

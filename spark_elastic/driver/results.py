@@ -21,8 +21,7 @@ class WorkerResults:
         self.expected: tuple[WorkerId, ...] | None = None
         """The workers whose results the job returns, in rank order; None while the job is not finished."""
         self._by_worker: dict[WorkerId, bytes] = {}
-        self._due_in: dict[SlotId, WorkerId] = {}
-        """The slots that still have to deliver a result of the finished job."""
+        self._due_in: dict[SlotId, WorkerId] = {}  # the slots that still have to deliver a result of the finished job
         self._undelivered: dict[WorkerId, LossCause] = {}
         """The cause of the end of each worker's slot that has not delivered its result."""
 

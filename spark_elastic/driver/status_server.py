@@ -40,23 +40,17 @@ TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"
 MAX_CONNECTIONS, MAX_REFUSALS = 64, 16
 """Connections that are served at a time, and those beyond that are held until they have their 503."""
 MAX_REQUEST_BYTES = 8192
-REQUEST_S = 5.0
-"""Seconds that a request may take to arrive, and its response to be taken."""
-LONGEST_WAIT_S = 30.0
-"""The longest that a request for news (`/status.json?wait=S`) is held."""
-DOCUMENT_S = 0.25
-"""Seconds for which a document is used again, so that many readers cost no more than a few."""
-CLOSE_S = 0.5
-"""Seconds that readers have at the end of the job to ask for the final state, and then to take it."""
-ASKS_AGAIN_S = 1.0
-"""Seconds after an answer that had to wait for news within which its reader is expected to ask again."""
+REQUEST_S = 5.0  # seconds that a request may take to arrive, and its response to be taken
+LONGEST_WAIT_S = 30.0  # the longest that a request for news (`/status.json?wait=S`) is held
+DOCUMENT_S = 0.25  # seconds for which a document is used again, so that many readers cost no more than a few
+CLOSE_S = 0.5  # seconds that readers have at the end of the job to ask for the final state, and then to take it
+ASKS_AGAIN_S = 1.0  # seconds after an answer that had to wait for news within which its reader is expected to ask again
 _LOOK_S, _ACCEPT_S = 0.02, 0.5
 _READ_BYTES = 1 << 16  # of a request that is too long too: one with unread bytes would be reset
 PORTS_TRIED = 16
 
 _PAGE = Path(__file__).with_name("status_page.html")
-_OURS: set[int] = set()
-"""Ports at which status pages of this process listen."""
+_OURS: set[int] = set()  # ports at which status pages of this process listen
 _ours_lock = threading.Lock()
 
 _HEADERS = {
@@ -120,8 +114,7 @@ class PageRequest:
     method: str
     path: str
     query: Mapping[str, str]
-    headers: Mapping[str, str]
-    """By name in lower case; of several with one name, the last."""
+    headers: Mapping[str, str]  # by name in lower case; of several with one name, the last
 
     @classmethod
     def parse(cls, head: bytes) -> PageRequest:
@@ -162,12 +155,10 @@ class StatusServer:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._cached: tuple[float, Document] | None = None
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._refused: list[socket.socket] = []
-        """Those beyond the limit, the oldest first."""
+        self._refused: list[socket.socket] = []  # those beyond the limit, the oldest first
         self._answered: deque[float] = deque()
         """When readers that wait for news had the answer that the job runs, and have not asked again."""
-        self._changed = threading.Condition()
-        """Guards the three above."""
+        self._changed = threading.Condition()  # guards the three above
         self._document_lock = threading.Lock()
         self._closing, self._closed = threading.Event(), threading.Event()
         at = f"[{host}]" if ":" in host else host

@@ -20,8 +20,7 @@ from spark_elastic.settings import ElasticSettings
 
 # --- pauses of slots, executors and hosts ---------------------------------------------------------
 
-DEFAULT_PAUSES_S = (0.5, 60.0)
-"""Shortest and longest pause where a pause is needed although cooldown is off."""
+DEFAULT_PAUSES_S = (0.5, 60.0)  # shortest and longest pause where a pause is needed although cooldown is off
 _FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}
 """The number of failures from which one of the kind cools down: one failed slot says little about its executor."""
 

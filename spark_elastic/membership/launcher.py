@@ -17,10 +17,8 @@ class LaunchEnd:
 
     slot: SlotId
     cause: LossCause
-    outcome: AgentOutcome | None = None
-    """The agent's return value; None if it was lost, failed or never began."""
-    submitted: bool = True
-    """False: the launch failed in the driver itself, before any executor or process was involved."""
+    outcome: AgentOutcome | None = None  # the agent's return value; None if it was lost, failed or never began
+    submitted: bool = True  # false: the launch failed in the driver itself, before any executor or process was involved
 
 
 OnEnded = Callable[[LaunchEnd], None]

@@ -148,8 +148,7 @@ class WaitKind(enum.Enum):
     REPORTED = enum.auto()  # [detail: the words of whoever waits]
 
 
-EXACT_COUNTS = 16
-"""The largest count of workers of which every change is announced."""
+EXACT_COUNTS = 16  # the largest count of workers of which every change is announced
 
 
 @dataclass(frozen=True, slots=True)

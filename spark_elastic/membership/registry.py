@@ -34,8 +34,7 @@ class Agent:
     id: AgentId
     place: Place
     worker: Worker | None = None  # never a worker that is GONE
-    leaving: LossCause | None = None
-    """Why its slot is not to be used any more; None: it may be used."""
+    leaving: LossCause | None = None  # why its slot is not to be used any more; None: it may be used
     doomed: bool = False  # its executor is lost, and the agent is about to be removed
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 

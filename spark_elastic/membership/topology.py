@@ -21,8 +21,7 @@ class StateVersion:
 
     loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
     steps: int = 0  # optimizer steps applied in this loop; commits and checks, if the state has no optimizer
-    marks: int = 0
-    """Commits, checks for updated hosts and turns since the last step, or since the loop began."""
+    marks: int = 0  # commits, checks for updated hosts and turns since the last step, or since the loop began
 
     def __post_init__(self) -> None:
         if self.loop < 1 or self.steps < 0 or self.marks < 0:
@@ -115,16 +114,13 @@ class Reach:
 
     host: str
     reached: tuple[str, ...]
-    failed: dict[str, str]
-    """By address, why the task could not connect to it."""
+    failed: dict[str, str]  # by address, why the task could not connect to it
 
 
-AgentId = int
-"""One run of our code in one Spark task; never used twice in a job."""
+AgentId = int  # one run of our code in one Spark task; never used twice in a job
 WorkerId = int
 """One training process; a restart gets a new one, so a stale message cannot be mistaken for a current one."""
-SlotId = int
-"""The number of one single-task Spark job, which runs one worker; kept across its restarts."""
+SlotId = int  # the number of one single-task Spark job, which runs one worker; kept across its restarts
 LaunchId = int
 """One start of a slot's agent; a relaunch gets a new one, so a late agent cannot be mistaken for the awaited one."""
 

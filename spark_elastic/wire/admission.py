@@ -22,16 +22,13 @@ once, and all workers after them. Further ones wait in the listening socket's qu
 IDLE_S = 0.25
 """A connection whose handshake has taken longer is closed if another connection waits. A real peer needs milliseconds,
 and connects again if this happens to it on a busy machine."""
-RESERVED = 128
-"""Descriptors that are kept for the rest of the process if its limit is low."""
+RESERVED = 128  # descriptors that are kept for the rest of the process if its limit is low
 LOG_INTERVAL_S = 60.0
-MAX_REASONS = 16
-"""Reasons that are counted by themselves; some have numbers that the peer chooses."""
+MAX_REASONS = 16  # reasons that are counted by themselves; some have numbers that the peer chooses
 _OTHER_REASONS = "other reasons"
 _BACKLOG = 4096
 """Connections that the kernel may keep until they are accepted; the others try again after a second or more."""
-_AT_ONCE = 32
-"""Connections that are accepted before the event loop serves other sockets again."""
+_AT_ONCE = 32  # connections that are accepted before the event loop serves other sockets again
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 

@@ -27,8 +27,7 @@ _READ_BYTES = 256 * 1024
 _HELD_UP = 1 / 3
 """The share of the silence limit after which a process that has sent nothing was held up itself. Heartbeats come at
 least twice as often, and a shorter delay leaves time for an answer."""
-HANDSHAKE_TIMEOUT_S = 5.0
-"""A peer that has not authenticated by then is dropped; a real one needs two round trips."""
+HANDSHAKE_TIMEOUT_S = 5.0  # a peer that has not authenticated by then is dropped; a real one needs two round trips
 MAX_UNSENT_BYTES = 64 * 2**20
 """A peer with this much unsent data does not read any more: it is stopped, or its network link is down."""
 
@@ -103,10 +102,8 @@ class Channel:
         self._reader: threading.Thread | None = None
         self._closing = False
         self._silence_limit_s = float("inf")
-        self._sent_at = monotonic()
-        """When a message was to be sent last."""
-        self._held_up_until = float("-inf")
-        """When this process last sent something after it had been held up."""
+        self._sent_at = monotonic()  # when a message was to be sent last
+        self._held_up_until = float("-inf")  # when this process last sent something after it had been held up
 
     def set_silence_limit(self, timeout_s: float) -> None:
         """Treat the driver as gone after this time without a byte from it, or with data that it does not accept.
@@ -226,8 +223,7 @@ class MessageStream(asyncio.Protocol):
         self._why = "the peer closed the connection"
         self._open = False
         self._aborted = False
-        self.refusal = ""
-        """Why this side closed an unauthenticated connection; "" if the other side did."""
+        self.refusal = ""  # why this side closed an unauthenticated connection; "" if the other side did
         self._server = server
         self.peer_address = ""
 

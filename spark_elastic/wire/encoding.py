@@ -19,10 +19,8 @@ from spark_elastic.wire.messages import Message
 
 _SEPARATOR = b"\n"
 _COMPRESS_FROM_BYTES = 4096
-_COMPRESSED = b"\x78"
-"""First byte of zlib's format; a message that is not compressed begins with a brace."""
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""Limit of a decompressed message."""
+_COMPRESSED = b"\x78"  # first byte of zlib's format; a message that is not compressed begins with a brace
+MAX_MESSAGE_BYTES = 64 * 2**20  # limit of a decompressed message
 
 
 def encode(message: Message) -> bytes:

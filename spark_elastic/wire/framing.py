@@ -33,8 +33,7 @@ from spark_elastic.errors import AuthenticationError, FrameTooLargeError, Missin
 KEY_BYTES = 32
 MAGIC = b"SPEL2"
 MAGIC_ENCRYPTED = b"SPEX2"
-MAX_FRAME_BYTES = 32 * 2**20
-"""Enough for any message; results and functions travel through Spark instead."""
+MAX_FRAME_BYTES = 32 * 2**20  # enough for any message; results and functions travel through Spark instead
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32

@@ -7,8 +7,7 @@ import socket
 import struct
 import sys
 
-THIS_MACHINE = "127.0.0.1"
-"""The host that agents report if all of them run on the driver's machine."""
+THIS_MACHINE = "127.0.0.1"  # the host that agents report if all of them run on the driver's machine
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1

@@ -22,10 +22,8 @@ from spark_elastic.membership.topology import StateVersion, WorkerId, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import Channel
 
-MAX_ERROR_CHARACTERS = 200_000
-"""Limit of an exception's message, and of its traceback: some quote a whole batch."""
-MAX_NOTICE = 1000
-"""Characters of a notice that are sent to the driver."""
+MAX_ERROR_CHARACTERS = 200_000  # limit of an exception's message, and of its traceback: some quote a whole batch
+MAX_NOTICE = 1000  # characters of a notice that are sent to the driver
 
 log = logging.getLogger("spark_elastic")
 
@@ -36,10 +34,8 @@ class Assignment:
 
     world: World
     worker: WorkerId
-    addresses: Sequence[str]
-    """The address that each member binds to, by rank."""
-    updates_seen: int = 0
-    """`updates_seen()` when this world arrived: it includes those updates."""
+    addresses: Sequence[str]  # the address that each member binds to, by rank
+    updates_seen: int = 0  # `updates_seen()` when this world arrived: it includes those updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,7 @@ class ProvisionalPosition:
 
     rank: int
     size: int
-    loop: int = 1
-    """Number of the elastic loop that the job is in."""
+    loop: int = 1  # number of the elastic loop that the job is in
 
 
 class WorkerLink:
@@ -71,29 +66,22 @@ class WorkerLink:
         self._cut_round = 0
         self._cut_why = ""
         self._cut_callback: Callable[[int, str], None] | None = None
-        self._replies: dict[str, bytes] = {}
-        """The values that the driver has sent, by key."""
-        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}
-        """The values of groups, by round and name."""
-        self._decisions: dict[int, str] = {}
-        """The driver's decisions about epochs that this worker has asked about."""
+        self._replies: dict[str, bytes] = {}  # the values that the driver has sent, by key
+        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}  # the values of groups, by round and name
+        self._decisions: dict[int, str] = {}  # the driver's decisions about epochs that this worker has asked about
         self._version: StateVersion | None = None
         self._starts_at: StateVersion | None = None
         """The state that the current world starts from; None once this worker has applied a step in it."""
-        self._begun = 0
-        """The newest round in which this worker has reported its state."""
-        self.in_loop = False
-        """True once an elastic loop was entered."""
+        self._begun = 0  # the newest round in which this worker has reported its state
+        self.in_loop = False  # true once an elastic loop was entered
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, wire.LoopResult] = {}
         self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
         self._ending = False
-        self._in_child = False
-        """This is a forked child of the worker, whose channel is the parent's."""
+        self._in_child = False  # this is a forked child of the worker, whose channel is the parent's
         self._beat_now = threading.Event()
-        self.stall_timeout_s = 0.0
-        """Time that a collective may take before the driver removes a worker."""
+        self.stall_timeout_s = 0.0  # time that a collective may take before the driver removes a worker
 
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
