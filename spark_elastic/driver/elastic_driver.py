@@ -19,13 +19,7 @@ from spark_elastic import clock
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
 from spark_elastic.driver.results import WorkerResults
-from spark_elastic.errors import (
-    JobCancelledError,
-    JobError,
-    SessionLostError,
-    SparkElasticError,
-    UserFunctionError,
-)
+from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
@@ -33,11 +27,10 @@ from spark_elastic.membership.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase
-from spark_elastic.membership.timeline import JobEnded, Record, Waiting
+from spark_elastic.membership.timeline import JobEnded, Waiting
 from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
-from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import Document, JobStatus, StatusModel, WorkerStatus
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
@@ -58,7 +51,6 @@ class EventSource(Protocol):
 
     def start(self, post: Callable[[seen.Event], None]) -> None:
         """Call `post`, from any thread, with each event from now on."""
-        ...
 
     def close(self) -> None: ...
 
@@ -93,10 +85,8 @@ class ElasticDriver:
         self._machine = Membership(settings)
 
         on_change = None if observer is None else observer.membership_changed
-        self._announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
-        self._peers = Peers(
-            spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail, observer
-        )
+        self.announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
+        self._peers = Peers(spec, settings, self._launcher, self.announcer, printer, self._handle, self._fail, observer)
         self._launched: set[SlotId] = set()  # slots whose launch has not ended
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
@@ -129,7 +119,7 @@ class ElasticDriver:
 
     def note_waiting(self, wait: Wait, until: float | None = None) -> None:
         """Show a wait before `run`, with its deadline on this process's monotonic clock."""
-        self._announcer.announce(Waiting(clock.monotonic(), wait, until))
+        self.announcer.announce(Waiting(clock.monotonic(), wait, until))
         self._announce()
 
     def never_ran(self, error: BaseException) -> BaseException:
@@ -140,14 +130,6 @@ class ElasticDriver:
             error = JobCancelledError(cancelled)
         self._announce_failure(error)
         return error
-
-    def events(self) -> list[Record]:
-        """Return the membership timeline so far. All times are seconds since the epoch."""
-        return self._announcer.timeline
-
-    def changes(self) -> list[MembershipChange]:
-        """Return the changes of the world so far. `at` is in seconds since the epoch."""
-        return self._announcer.changes
 
     @property
     def tasks_pending(self) -> int:
@@ -161,7 +143,7 @@ class ElasticDriver:
             round=registry.round,
             size=0 if world is None else world.size,
             progress=self._machine.progress,
-            waiting_for=self._announcer.waiting,
+            waiting_for=self.announcer.waiting,
             ready=registry.ready,
             succeeded=registry.succeeded,
             failed=registry.failed,
@@ -185,7 +167,7 @@ class ElasticDriver:
 
     def document(self, model: StatusModel) -> Document:
         """Return what the status page shows at this moment."""
-        return model.document(self.status(), self.workers(), self.changes(), clock.monotonic(), clock.wall())
+        return model.document(self.status(), self.workers(), self.announcer.changes, clock.monotonic(), clock.wall())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the job's thread. No effect before `run` and after its end."""
@@ -231,8 +213,8 @@ class ElasticDriver:
             return await self._outcome()
         finally:
             for alarm in self._alarms.values():
-                alarm.cancel()
-            self._announcer.print_changes(clock.monotonic(), last=True)
+                alarm.set(None)
+            self.announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
             await self._peers.server.close()
@@ -265,13 +247,13 @@ class ElasticDriver:
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-            self._announcer.observe(event, commands, clock.monotonic())
+            self.announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
         except Exception as error:  # a bug in here must end the job, not let it wait for ever
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
-        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self._announcer.pending:
+        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self.announcer.pending:
             self._announce()
         self._expect_deadline()
 
@@ -337,7 +319,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(record.shifted(self._machine_clock.paused_s))
+                self.announcer.announce(record.shifted(self._machine_clock.paused_s))
             case _:
                 self._peers.send(command)
 
@@ -356,7 +338,7 @@ class ElasticDriver:
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
         self._peers.finish(keep_results=keep_results, why=why)
-        for slot in self._launched - self._peers.slots():
+        for slot in self._launched - self._peers.agents_in.keys():
             self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 
@@ -364,11 +346,11 @@ class ElasticDriver:
 
     def _announce_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self._announcer.announce(JobEnded(clock.monotonic(), "failed", redacted(error) or type(error).__name__))
+        self.announcer.announce(JobEnded(clock.monotonic(), "failed", redacted(error) or type(error).__name__))
 
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""
-        self._call_at(self._announcer.print_changes(clock.monotonic()), self._announce)
+        self._call_at(self.announcer.print_changes(clock.monotonic()), self._announce)
 
 
 class Alarm:
@@ -384,16 +366,11 @@ class Alarm:
 
     def set(self, due: float | None) -> None:
         """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
-        if due is None:
-            self.cancel()
-        elif self._handle is None or due < self._handle.when():
-            self.cancel()
-            self._handle = self._loop.call_at(due, self._rings)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
+        if self._handle is not None and (due is None or due < self._handle.when()):
             self._handle.cancel()
             self._handle = None
+        if self._handle is None and due is not None:
+            self._handle = self._loop.call_at(due, self._rings)
 
     def _rings(self) -> None:
         self._handle = None

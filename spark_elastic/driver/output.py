@@ -152,11 +152,6 @@ def printable(text: str) -> str:
     return text if text.isprintable() else _ESCAPES.sub("", text)
 
 
-def last_state(line: str) -> str:
-    """Return what a terminal shows of a line that was overwritten after carriage returns, as progress bars do."""
-    return next((each for each in reversed(line.split("\r")) if each.strip()), "") if "\r" in line else line
-
-
 class OutputPrinter:
     """Prints the workers' lines as `[rank]<stream>:line`, as Horovod does, above the progress bar.
 
@@ -198,21 +193,17 @@ class OutputPrinter:
         """Queue a line about the job; a long one as several lines."""
         self.line(wrapped(text, self._screen.columns), self._job_stream())
 
-    def keep(self, process: str, stream: str, text: str) -> None:
-        """Write lines of a worker into the files alone, because they are shown in another way."""
-        if self._copy is not None:
-            for line in text.splitlines():
-                self._copy(process, stream, line)
-
     def worker_lines(self, process: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
         """Queue lines of a worker: `shown` (default: all) to be printed, and all of them to be written into the files.
 
         `process` is its rank, or "slot 3" before it has one.
         """
         for text in lines if shown is None else shown:
-            self.line(f"[{process}]<{stream}>:{last_state(text)}", stream)
-        for text in lines:
-            if self._copy is not None:
+            if "\r" in text:  # as of progress bars: a terminal shows what was written last
+                text = next((each for each in reversed(text.split("\r")) if each.strip()), "")
+            self.line(f"[{process}]<{stream}>:{text}", stream)
+        if self._copy is not None:
+            for text in lines:
                 self._copy(process, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:

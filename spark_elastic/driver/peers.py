@@ -48,15 +48,12 @@ class JobObserver(Protocol):
 
         `answer`, if there is one, has to be called on any thread, with the reason to end the training or "".
         """
-        ...
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers, once it is announced."""
-        ...
 
     def job_over(self) -> None:
         """Learn that nothing comes any more."""
-        ...
 
 
 @dataclass(eq=False)
@@ -84,12 +81,12 @@ class Peers:
         )
         self.agents: set[AgentId] = set()  # agents that are connected and usable
         self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
-        self._agents_in: Counter[SlotId] = Counter()
-        """The number of usable agents in each slot: two while Spark runs a task again."""
+        #: The number of usable agents in each slot that has one: two while Spark runs a task again.
+        self.agents_in: Counter[SlotId] = Counter()
         self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone
         self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)  # the same by agent
+        #: The filters of the workers' stderr.
         self._shown: defaultdict[WorkerId, ExpectedLines] = defaultdict(ExpectedLines)
-        """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
         self._listens: dict[AgentId, str] = {}  # the address at which each agent's worker listens in the newest world
         self._without_interface: set[SlotId] = set()  # slots whose last agent had no usable interface
@@ -98,10 +95,6 @@ class Peers:
         self._ending = False  # true once the job is over: agents that still come are sent away
 
     # --- the driver's side ----------------------------------------------------------------------------
-
-    def slots(self) -> frozenset[SlotId]:
-        """Return the slots that have a usable agent."""
-        return frozenset(self._agents_in)
 
     def slots_of(self, workers: Iterable[WorkerId]) -> dict[SlotId, WorkerId]:
         """Return the slots in which these workers run."""
@@ -139,8 +132,7 @@ class Peers:
             case do.DismissAgent(agent, cause):
                 self.server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
             case do.TryConnections():
-                for prober, targets in self._addresses.probe_again():
-                    self.server.to_agent(prober, wire.ProbePeers(targets))
+                self._probe(self._addresses.probe_again())
             case _:
                 raise TypeError(f"{type(command).__name__} is not a message to an agent or a worker")
 
@@ -154,34 +146,33 @@ class Peers:
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
-        self._slot_of[agent] = hello.place.slot
-        if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
+        slot = self._slot_of[agent] = hello.place.slot
+        if not self._ending and not self.launcher.admit(slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
-        self._agents_in[hello.place.slot] += 1
-        self._tell_launcher(hello.place.slot, True)
+        self.agents_in[slot] += 1
+        self._tell_launcher(slot, True)
         if self._ending:
             self.server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
         try:
             self._addresses.joined(agent, hello, address)
         except (UnknownInterfaceError, PortsTakenError) as error:
-            self._dismiss_unusable(agent, hello.place.slot, error)
+            self._without_interface.add(slot)
+            usable = self.settings.max_num_proc - len(self._without_interface)
+            if self.world is None and usable < self.settings.min_num_proc:
+                self.fail(error)
+            else:
+                self._send_away(agent, error)
             return
-        self._without_interface.discard(hello.place.slot)
-        for prober, targets in self._addresses.probes_for(agent):
-            self.server.to_agent(prober, wire.ProbePeers(targets))
+        self._without_interface.discard(slot)
+        self._probe(self._addresses.probes_for(agent))
         self.handle(seen.AgentJoined(agent, hello.place))
 
-    def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: SparkElasticError) -> None:
-        """Dismiss an agent without a usable interface or port, or fail the job if too few slots are left at first."""
-        self._without_interface.add(slot)
-        usable = self.settings.max_num_proc - len(self._without_interface)
-        if self.world is None and usable < self.settings.min_num_proc:
-            self.fail(error)
-        else:
-            self._send_away(agent, error)
+    def _probe(self, asked: Iterable[tuple[AgentId, tuple[str, ...]]]) -> None:
+        for agent, targets in asked:
+            self.server.to_agent(agent, wire.ProbePeers(targets))
 
     def _send_away(self, agent: AgentId, error: SparkElasticError) -> None:
         logger.warning("an agent is sent away: %s", error)
@@ -203,17 +194,16 @@ class Peers:
             else:  # its worker may hold the state, and the others are too few: the interface may come back
                 logger.warning("an interface is gone, and is waited for: %s", error)
             return
-        for prober, targets in self._addresses.probes_for(agent):
-            self.server.to_agent(prober, wire.ProbePeers(targets))
+        self._probe(self._addresses.probes_for(agent))
         if agent in self._listens and not self._addresses.has(agent, self._listens[agent]):
             for worker in tuple(workers):
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
         """Count one usable agent less in the slot."""
-        self._agents_in[slot] -= 1
-        if not self._agents_in[slot]:
-            del self._agents_in[slot]
+        self.agents_in[slot] -= 1
+        if not self.agents_in[slot]:
+            del self.agents_in[slot]
             self._tell_launcher(slot, False)
 
     def _tell_launcher(self, slot: SlotId, present: bool) -> None:
@@ -284,7 +274,7 @@ class Peers:
                     self.server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback, exit_code):
                 if (agent := self._agent_of.get(worker)) is not None:
-                    self.printer.keep(self._name_of(worker, agent), "stderr", traceback)
+                    self.printer.worker_lines(self._name_of(worker, agent), "stderr", traceback.splitlines(), shown=())
                 self.handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:

@@ -54,4 +54,4 @@ def test_alarm_that_is_not_needed_any_more_does_not_ring():
     alarm.set(5.0)
     alarm.set(None)
     assert loop.due == []
-    alarm.cancel()
+    alarm.set(None)
