@@ -67,23 +67,19 @@ def _connect(address: Address, key: bytes, timeout_s: float, encrypt: bool) -> C
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Channel(sock, _authenticate(sock, Connection(key, server=False, encrypt=encrypt)))
+        connection = Connection(key, server=False, encrypt=encrypt)
+        sock.sendall(connection.start())
+        while not connection.authenticated:
+            data = sock.recv(_READ_BYTES)
+            if not data:
+                raise ChannelClosedError("the driver closed the connection during the handshake")
+            bodies, reply = connection.receive(data)
+            assert not bodies, "the server sends no message before the client's hello"
+            sock.sendall(reply)
+        return Channel(sock, connection)
     except BaseException:
         sock.close()
         raise
-
-
-def _authenticate(sock: socket.socket, connection: Connection) -> Connection:
-    sock.sendall(connection.start())
-    while not connection.authenticated:
-        data = sock.recv(_READ_BYTES)
-        if not data:
-            raise ChannelClosedError("the driver closed the connection during the handshake")
-        bodies, reply = connection.receive(data)
-        assert not bodies, "the server sends no message before the client's hello"
-        if reply:
-            sock.sendall(reply)
-    return connection
 
 
 def set_unacknowledged_timeout(sock: socket.socket, seconds: float) -> None:
@@ -116,13 +112,10 @@ class Channel:
         self._socket.settimeout(timeout_s)
         set_unacknowledged_timeout(self._socket, timeout_s)
 
-    def start(
-        self, on_message: Callable[[Message], None], on_closed: Callable[[str], None], *, name: str = "channel"
-    ) -> None:
+    def start(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
         """Start the reader thread, which calls `on_message` for each message and `on_closed(why)` at the end."""
-        self._reader = threading.Thread(
-            target=self._read, args=(on_message, on_closed), name=f"spark_elastic-{name}", daemon=True
-        )
+        arguments = on_message, on_closed
+        self._reader = threading.Thread(target=self._read, args=arguments, name="spark_elastic-link", daemon=True)
         self._reader.start()
 
     def send(self, message: Message) -> None:
@@ -214,9 +207,8 @@ class MessageStream(asyncio.Protocol):
         on_unauthenticated: Callable[[MessageStream], object] | None = None,
     ) -> None:
         self._connection = Connection(key, server=server, encrypt=encrypt)
-        self._on_open = on_open
-        self._on_message = on_message
-        self._on_closed = on_closed
+        self._server = server
+        self._on_open, self._on_message, self._on_closed = on_open, on_message, on_closed
         self._on_unauthenticated = on_unauthenticated
         self._transport: asyncio.Transport | None = None
         self._handshake_deadline: asyncio.TimerHandle | None = None
@@ -224,7 +216,6 @@ class MessageStream(asyncio.Protocol):
         self._open = False
         self._aborted = False
         self.refusal = ""  # why this side closed an unauthenticated connection; "" if the other side did
-        self._server = server
         self.peer_address = ""
 
     @property

@@ -80,10 +80,16 @@ def decode(data: bytes) -> Message:
     cls = _messages().get(name) if isinstance(name, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {name!r:.80}")
+    carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
+    if carries_payload and "payload" in fields:
+        raise ProtocolError(f"{name}: payload in the head")
+    if payload and not carries_payload:
+        raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
     try:
-        return _message(cls, fields, payload)
+        message: Message = _object(cls, fields, {"payload": payload} if carries_payload else {})
     except _Unexpected as error:
-        raise ProtocolError(f"{name}{error.path}: {error.text}") from None
+        raise ProtocolError(f"{name}{error}") from None
+    return message
 
 
 def _decompressed(data: bytes) -> tuple[bytes, bytes]:
@@ -102,44 +108,27 @@ def _decompressed(data: bytes) -> tuple[bytes, bytes]:
 
 
 class _Unexpected(Exception):
-    """A value is not what its field takes."""
-
-    def __init__(self, text: str, path: str = "") -> None:
-        super().__init__(text)
-        self.text = text
-        self.path = path  # of the field within the message, with a dot before each name
-
-    def within(self, field: str) -> _Unexpected:
-        return _Unexpected(self.text, f".{field}{self.path}")
-
-
-def _message(cls: type[Any], fields: dict[str, Any], payload: bytes) -> Message:
-    carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
-    if carries_payload and "payload" in fields:
-        raise _Unexpected("payload in the head")
-    if payload and not carries_payload:
-        raise _Unexpected(f"{len(payload)} bytes behind a message that carries none")
-    return typing.cast(Message, _object(cls, fields, {"payload": payload} if carries_payload else {}))
+    """A value is not what its field takes: ": why", or ".field.part: why"."""
 
 
 def _object(cls: Any, fields: Any, more: dict[str, Any]) -> Any:
     """Return a dataclass of a JSON object, which has to have just its fields, and of the values in `more`."""
     if type(fields) is not dict:
-        raise _Unexpected("expected an object")
+        raise _Unexpected(": expected an object")
     hints = _types(cls)
     if fields.keys() != hints.keys():
         missing, unknown = sorted(hints.keys() - fields.keys()), sorted(fields.keys() - hints.keys())
-        raise _Unexpected(f"missing fields {missing}, unknown fields {unknown!s:.200}")
+        raise _Unexpected(f": missing fields {missing}, unknown fields {unknown!s:.200}")
     values = dict(more)
     for name, value in fields.items():
         try:
             values[name] = _value(hints[name], value)
         except _Unexpected as error:
-            raise error.within(name) from None
+            raise _Unexpected(f".{name}{error}") from None
     try:
         return cls(**values)
     except ValueError as error:
-        raise _Unexpected(str(error)) from None
+        raise _Unexpected(f": {error}") from None
 
 
 def _value(hint: Any, value: Any) -> Any:
@@ -150,11 +139,11 @@ def _value(hint: Any, value: Any) -> Any:
         return None if value is None else _value(arm, value)
     if origin is tuple:
         if type(value) is not list:
-            raise _Unexpected("expected a list")
+            raise _Unexpected(": expected a list")
         return tuple(_value(of[0], each) for each in value)
     if origin is dict:
         if type(value) is not dict:
-            raise _Unexpected("expected an object")
+            raise _Unexpected(": expected an object")
         return {key: _value(of[1], each) for key, each in value.items()}
     if dataclasses.is_dataclass(hint):
         return _object(typing.cast("type[Any]", hint), value, {})
@@ -162,7 +151,7 @@ def _value(hint: Any, value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise _Unexpected("an integer that no float can hold") from None
+            raise _Unexpected(": an integer that no float can hold") from None
     if type(value) is not hint:  # exact: a bool must not pass as an int
-        raise _Unexpected(f"expected {hint.__name__}, got {type(value).__name__}")
+        raise _Unexpected(f": expected {hint.__name__}, got {type(value).__name__}")
     return value

@@ -99,25 +99,6 @@ class _Encrypted:
             raise AuthenticationError(_ALTERED) from None
 
 
-class _KeyExchange:
-    """One side of an X25519 key exchange."""
-
-    def __init__(self) -> None:
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-        self._private: Any = X25519PrivateKey.generate()
-        self.public: bytes = self._private.public_key().public_bytes_raw()
-
-    def shared(self, theirs: bytes) -> bytes:
-        """Return the secret that both sides know. Raises `AuthenticationError` for a public key that gives none."""
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
-
-        try:
-            return bytes(self._private.exchange(X25519PublicKey.from_public_bytes(theirs)))
-        except ValueError:
-            raise AuthenticationError("the peer sent a public key that gives no secret") from None
-
-
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
@@ -131,15 +112,19 @@ class Connection:
     def __init__(
         self, key: bytes, *, server: bool, encrypt: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES
     ) -> None:
+        self._private: Any = None  # X25519's private key, whose public key is the nonce
+        self._nonce = os.urandom(_NONCE_BYTES)
         if encrypt:
             require_encryption()
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+            self._private = X25519PrivateKey.generate()
+            self._nonce = self._private.public_key().public_bytes_raw()
         self._key = key
         self._server = server
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
-        self._exchange = _KeyExchange() if encrypt else None
-        self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
         self._sending: _Authenticated | _Encrypted = _Authenticated(b"")
         self._receiving: _Authenticated | _Encrypted = _Authenticated(b"")
         self._expected_proof = b""
@@ -235,8 +220,14 @@ class Connection:
             raise AuthenticationError("the peer does not hold this job's key")
 
     def _derive(self, nonces: bytes, theirs: bytes) -> None:
-        secret = b"" if self._exchange is None else self._exchange.shared(theirs)
-        kind = _Authenticated if self._exchange is None else _Encrypted
+        secret, kind = b"", _Authenticated if self._private is None else _Encrypted
+        if self._private is not None:
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+            try:
+                secret = self._private.exchange(X25519PublicKey.from_public_bytes(theirs))
+            except ValueError:
+                raise AuthenticationError("the peer sent a public key that gives no secret") from None
         up = kind(_hmac(self._key, b"client to server", nonces, secret))
         down = kind(_hmac(self._key, b"server to client", nonces, secret))
         self._sending, self._receiving = (down, up) if self._server else (up, down)

@@ -38,15 +38,6 @@ class Assignment:
     updates_seen: int = 0  # `updates_seen()` when this world arrived: it includes those updates
 
 
-@dataclass(frozen=True, slots=True)
-class ProvisionalPosition:
-    """The probable position of a newcomer, while a world runs without it."""
-
-    rank: int
-    size: int
-    loop: int = 1  # number of the elastic loop that the job is in
-
-
 class WorkerLink:
     """The worker's side of the channel to the driver: worlds, notifications and key-value pairs.
 
@@ -61,7 +52,7 @@ class WorkerLink:
         self._channel = channel
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
-        self._provisional: ProvisionalPosition | None = None
+        self._provisional: wire.Provisional | None = None
         self._updates_seen = 0
         self._cut_round = 0
         self._cut_why = ""
@@ -70,14 +61,15 @@ class WorkerLink:
         self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}  # the values of groups, by round and name
         self._decisions: dict[int, str] = {}  # the driver's decisions about epochs that this worker has asked about
         self._version: StateVersion | None = None
+        #: The state that the current world starts from; None once this worker has applied a step in it.
         self._starts_at: StateVersion | None = None
-        """The state that the current world starts from; None once this worker has applied a step in it."""
         self._begun = 0  # the newest round in which this worker has reported its state
         self.in_loop = False  # true once an elastic loop was entered
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, wire.LoopResult] = {}
-        self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
+        #: Called with the number of the call, on the channel's thread, when the driver has the function called again.
+        self.on_run_again: Callable[[int], object] = lambda run: None
         self._ending = False
         self._in_child = False  # this is a forked child of the worker, whose channel is the parent's
         self._beat_now = threading.Event()
@@ -86,12 +78,12 @@ class WorkerLink:
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
         os.register_at_fork(after_in_child=self._forked)
-        self._channel.start(self._on_message, self._on_closed, name="link")
+        self._channel.start(self._on_message, self._on_closed)
         self._channel.send(wire.WorkerHello(self.worker, os.getpid()))
 
     # --- worlds and their groups ------------------------------------------------------------------------
 
-    def join_at_init(self) -> Assignment | ProvisionalPosition:
+    def join_at_init(self) -> Assignment | wire.Provisional:
         """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""
         self._send(wire.Ready(0, None, at_init=True, loop=1))
         with self._changed:
@@ -106,7 +98,7 @@ class WorkerLink:
         version: StateVersion | None,
         loop: int = 1,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Assignment | ProvisionalPosition:
+    ) -> Assignment | wire.Provisional:
         """Report READY, with the version of the state held here, and wait for a newer world than that of `round`.
 
         Round 0: there was none. `loop` is the number of the elastic loop that calls this; 0: `init()` does. `meanwhile`
@@ -234,16 +226,11 @@ class WorkerLink:
             self._decisions.clear()
             round = self._newest_round()
         self._send(wire.EpochRow(epoch, True, row))
-        deadline = clock.monotonic() + timeout_s
-        with self._changed:
-            while epoch not in self._decisions:
-                if self._cut_round >= round:
-                    raise HorovodInternalError(f"round {round} ended at the end of an epoch: {self._cut_why}")
-                left = deadline - clock.monotonic()
-                if left <= 0:
-                    return ""
-                self._changed.wait(left)
-            return self._decisions[epoch]
+        try:
+            stop: str = self._await_in_round(round, self._decisions, epoch, timeout_s, f"decision on epoch {epoch}")
+        except TimeoutError:
+            return ""
+        return stop
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         """Set a value in the round's key-value store at the driver."""
@@ -276,7 +263,7 @@ class WorkerLink:
         with self._changed:
             while key not in replies:
                 if self._cut_round >= round or self._newest_round() > round:
-                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                    raise HorovodInternalError(f"round {round} has ended: {self._cut_why}")
                 left = deadline - clock.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no {what} within {timeout_s:.0f} s in round {round}")
@@ -308,10 +295,6 @@ class WorkerLink:
             self._after_loop = False
             self._beat_now.set()
 
-    def on_run_again(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(run)`, on the channel's thread, when the driver has the function called again."""
-        self._run_again = callback
-
     # --- threads --------------------------------------------------------------------------------------
 
     def _newest_round(self) -> int:
@@ -322,16 +305,14 @@ class WorkerLink:
             case wire.WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
                 self.stall_timeout_s = stall_timeout_s
-                beats = threading.Thread(
-                    target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
-                )
-                beats.start()
+                beat = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beat.start()
             case wire.Cut(round, why):
                 self._cut(round, why)
             case wire.Goodbye(why):
                 self._on_closed(why)
             case wire.RunAgain(run):
-                self._run_again(run)
+                self.on_run_again(run)
             case _:
                 with self._changed:
                     self._store(message)
@@ -343,8 +324,8 @@ class WorkerLink:
                 self._assignment = Assignment(world, self.worker, addresses, self._updates_seen)
                 self._replies.clear()
                 self._gathered.clear()
-            case wire.Provisional(rank, size, loop):
-                self._provisional = ProvisionalPosition(rank, size, loop)
+            case wire.Provisional():
+                self._provisional = message
             case wire.LoopResult(loop):
                 self._loop_results[loop] = message
             case wire.HostsUpdated(sequence):
@@ -364,7 +345,7 @@ class WorkerLink:
         if callback is not None:
             callback(round, why)
 
-    def _send_heartbeats(self, interval_s: float) -> None:
+    def _beat(self, interval_s: float) -> None:
         while True:
             try:
                 since = self._blocked_since
