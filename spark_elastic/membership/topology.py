@@ -105,7 +105,6 @@ class SlotReport:
     addresses: dict[str, tuple[str, ...]]  # by interface name, loopback included; see wire.interfaces
     cores: int  # cores that Spark gave to the task (spark.task.cpus)
     accelerators: tuple[str, ...]  # addresses of the GPUs that Spark gave to the task
-    python: str  # the version of Python
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 import pickle
-import platform
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -306,13 +305,9 @@ class _Agent:
         return AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
             launch=self._launch,
-            pid=os.getpid(),
             addresses=self._addresses,
             probe_port=self._probe_port.port,
             ports_taken=taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if taken else "",
-            cores=self._report.cores,
-            accelerators=self._report.accelerators,
-            python=self._report.python,
         )
 
     def _finish_because(self, why: str) -> None:
@@ -444,7 +439,7 @@ class _Agent:
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
+            self._send(ResultStored(process.worker, process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
         """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
@@ -473,7 +468,7 @@ def main() -> None:
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
-    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
+    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, ())
     pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
     out.flush()
 

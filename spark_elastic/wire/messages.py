@@ -28,18 +28,14 @@ class Message:
 
 @dataclass(frozen=True)
 class AgentHello(Message):
-    """First message of an agent: where it runs and what it may use there."""
+    """First message of an agent: where it runs."""
 
     place: Place
     launch: int  # the slot's launch that started the agent; it may have been withdrawn since
-    pid: int
-    addresses: dict[str, tuple[str, ...]]  # addresses by interface name, including loopback; IPv4 first
+    addresses: dict[str, tuple[str, ...]]  # by interface name, including loopback; IPv4 first
     probe_port: int
     """Port where the agent accepts and closes connections, so that others find addresses that reach it; 0: none."""
     ports_taken: str  # why the agent found no free port among those of `agent_ports`; "" if it did
-    cores: int
-    accelerators: tuple[str, ...]
-    python: str
 
     def __post_init__(self) -> None:
         _check_addresses(self.addresses)
@@ -111,7 +107,6 @@ class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
-    size: int
     in_loop: bool  # true if the worker ever entered an elastic loop
     run: int  # number of the function's call, see `RunAgain`; the newest result counts
 
@@ -185,7 +180,6 @@ class WorkerHello(Message):
     """First message of a worker process, with the id that its agent gave it."""
 
     worker: int
-    pid: int
 
 
 @dataclass(frozen=True)

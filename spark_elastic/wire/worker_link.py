@@ -79,7 +79,7 @@ class WorkerLink:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
         os.register_at_fork(after_in_child=self._forked)
         self._channel.start(self._on_message, self._on_closed)
-        self._channel.send(wire.WorkerHello(self.worker, os.getpid()))
+        self._channel.send(wire.WorkerHello(self.worker))
 
     # --- worlds and their groups ------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Agent:
     async def run(self) -> None:
         place = Place(self.address, str(self.host), self.slot)
         addresses = {"lo": ("127.0.0.1",), "eth0": (self.address,)}
-        hello = wire.AgentHello(place, 1, os.getpid(), addresses, PROBE_PORT + self.slot, "", 1, (), "3.11")
+        hello = wire.AgentHello(place, 1, addresses, PROBE_PORT + self.slot, "")
         self.channel = await connect(self.shared, self._agent_said)
         self.channel.send(hello)
 
@@ -191,7 +191,7 @@ class Agent:
 
     async def _start_worker(self) -> None:
         self.worker = await connect(self.shared, self._worker_said)
-        self.worker.send(wire.WorkerHello(self.worker_id, os.getpid()))
+        self.worker.send(wire.WorkerHello(self.worker_id))
 
     def _worker_said(self, message: wire.Message) -> None:
         match message:

@@ -125,7 +125,7 @@ def join(port, key):
     welcomed = threading.Event()
     channel = connect([("127.0.0.1", port)], key, timeout_s=60.0)
     channel.start(lambda *_: welcomed.set(), lambda *_: None)
-    channel.send(wire.AgentHello(Place("127.0.0.1", "1", 0), 1, 1, {"lo": ("127.0.0.1",)}, 0, "", 1, (), "3.11"))
+    channel.send(wire.AgentHello(Place("127.0.0.1", "1", 0), 1, {"lo": ("127.0.0.1",)}, 0, ""))
     assert welcomed.wait(60.0)
     took = time.monotonic() - begin
     channel.close()

@@ -19,7 +19,7 @@ from spark_elastic.wire.framing import new_key
 LIMIT = 64
 WAIT_S = 60.0
 PLACE = Place("127.0.0.1", "1", 0)
-HELLO = wire.AgentHello(PLACE, 1, 1, {"lo": ("127.0.0.1",)}, 0, "", 1, (), "3.11")
+HELLO = wire.AgentHello(PLACE, 1, {"lo": ("127.0.0.1",)}, 0, "")
 
 
 class Recorder:
@@ -115,24 +115,24 @@ def test_a_closed_connection_is_reported_at_once(served):
 
 
 def test_a_worker_that_nobody_started_is_turned_away(served):
-    _, inbox = served.client(wire.WorkerHello(5, 1))
+    _, inbox = served.client(wire.WorkerHello(5))
     inbox.wait_for("message", wire.Goodbye("worker 5 is not expected (any more)"))
     inbox.wait_for("closed")
 
 
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
-    _, first = served.client(wire.WorkerHello(5, 1))
+    _, first = served.client(wire.WorkerHello(5))
     first.wait_for("message", wire.WorkerWelcome(1.0, 6.0, 60.0))
-    _, second = served.client(wire.WorkerHello(5, 1))
+    _, second = served.client(wire.WorkerHello(5))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
 
 
 def test_the_key_value_space_joins_two_workers_of_a_round(served):
     served.listener.expected |= {1, 2}
-    one, _ = served.client(wire.WorkerHello(1, 1))
-    two, inbox = served.client(wire.WorkerHello(2, 1))
+    one, _ = served.client(wire.WorkerHello(1))
+    two, inbox = served.client(wire.WorkerHello(2))
     served.listener.wait_for("worker_said", 1)
     served.listener.wait_for("worker_said", 2)
     world = World(1, (Member(1, PLACE, 0, 0, 2, 0, 1), Member(2, PLACE, 1, 1, 2, 0, 1)), 0, None, True)
@@ -157,7 +157,7 @@ def test_world_is_encoded_once_for_all_members(served, monkeypatch):
 
     monkeypatch.setattr(rendezvous_server, "encode", counting)
     served.listener.expected |= set(range(1, 41))
-    inboxes = {worker: served.client(wire.WorkerHello(worker, 1))[1] for worker in range(1, 41)}
+    inboxes = {worker: served.client(wire.WorkerHello(worker))[1] for worker in range(1, 41)}
     for worker in inboxes:
         served.listener.wait_for("worker_said", worker)
     first = a_world(1, range(1, 41))
@@ -167,7 +167,7 @@ def test_world_is_encoded_once_for_all_members(served, monkeypatch):
     assert encoded.count(wire.WorldAssigned) == 1
 
 
-@pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5, 1)])
+@pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5)])
 def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
     served = Served(silence_limit_s=limit_s, heartbeat_interval_s=interval_s)
@@ -199,7 +199,7 @@ def test_worker_that_was_held_up_itself_does_not_blame_the_driver_for_the_silenc
     served.channels.append(channel)
     channel.set_silence_limit(0.6)
     channel.start(inbox.message, inbox.closed)
-    channel.send(wire.WorkerHello(5, 1))
+    channel.send(wire.WorkerHello(5))
     inbox.wait_for("message")
     ctypes.PyDLL(None).usleep(2_000_000)  # PyDLL: the interpreter's lock is kept, and no heartbeat can be sent
     began = time.monotonic()

@@ -23,7 +23,7 @@ def a_world(size):
 
 
 EXAMPLES = [
-    wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
+    wire.AgentHello(PLACE, 3, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, ""),
     wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
     wire.Ready(3, None, False, 0),
