@@ -26,6 +26,7 @@ from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
+from spark_elastic.membership.registry import AT_INIT, DONE, READY, TRAINING
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Waiting
 from spark_elastic.membership.topology import SlotId
@@ -144,10 +145,10 @@ class ElasticDriver:
             size=0 if world is None else world.size,
             progress=self._machine.progress,
             waiting_for=self.announcer.waiting,
-            ready=registry.ready,
-            succeeded=registry.succeeded,
+            ready=registry.count(AT_INIT, READY, TRAINING),
+            succeeded=registry.count(DONE),
             failed=registry.failed,
-            resets=registry.resets,
+            resets=max(0, registry.round - 1),
         )
 
     def workers(self) -> list[WorkerStatus]:

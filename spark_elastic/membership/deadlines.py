@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 _CLOCK_STEP_S = 5.0
 """The largest jump of the wall clock that is taken for a correction; a larger one means that the computer slept."""
@@ -60,36 +60,51 @@ def paused_within(last_s: float, now: float, pauses: Sequence[tuple[float, float
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Timers(Generic[Key]):
-    """One deadline per key."""
+class Timers:
+    """The deadlines of all timers."""
 
     def __init__(self) -> None:
-        self._due: dict[Key, float] = {}
-
-    def set(self, key: Key, due: float) -> None:
-        """Set the key's deadline, in place of the one it has."""
-        self._due[key] = due
-
-    def cancel(self, *keys: Key) -> None:
-        """Remove the deadlines of these keys, if they have any."""
-        for key in keys:
-            self._due.pop(key, None)
-
-    def get(self, key: Key) -> float | None:
-        """Return the key's deadline; None: it has none."""
-        return self._due.get(key)
+        self.due: dict[tuple[Timer[Any], Any], float] = {}  # by timer and key
 
     def next(self) -> float | None:
         """Return the earliest deadline; None: there is none."""
-        return min(self._due.values(), default=None)
+        return min(self.due.values(), default=None)
 
-    def pop(self, now: float) -> Key | None:
-        """Remove and return one key that is due, earliest first; None: none is due."""
-        key = min(self._due, key=self._due.__getitem__, default=None)
-        if key is None or self._due[key] > now:
-            return None
-        del self._due[key]
-        return key
+    def call_next(self, now: float) -> bool:
+        """Handle the earliest deadline if it has come. Returns False if it has not."""
+        first = min(self.due, key=self.due.__getitem__, default=None)
+        if first is None or self.due[first] > now:
+            return False
+        del self.due[first]
+        timer, key = first
+        timer.on_due(key, now)
+        return True
+
+
+class Timer(Generic[Key]):
+    """Deadlines of one kind, by the slot, agent, worker or host that each belongs to; 0 if there is only one.
+
+    `on_due(key, now)` is called when a deadline has come, `delay_s` after `start`.
+    """
+
+    def __init__(self, timers: Timers, on_due: Callable[[Key, float], object], delay_s: float = 0.0) -> None:
+        self._due = timers.due
+        self.on_due = on_due
+        self._delay_s = delay_s
+
+    def start(self, key: Key, now: float) -> None:
+        self.set(key, now + self._delay_s)
+
+    def set(self, key: Key, due: float) -> None:
+        """Set the key's deadline, in place of the one it has."""
+        self._due[self, key] = due
+
+    def cancel(self, key: Key) -> None:
+        self._due.pop((self, key), None)
+
+    def due(self, key: Key) -> float | None:
+        """Return the key's deadline; None: it has none."""
+        return self._due.get((self, key))
 
 
 class Silence(Generic[Key]):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobError, NotEnoughSlotsError
+from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import RegroupBackoff
 from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
@@ -140,7 +141,8 @@ class Quorum:
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
         self._settings = context.settings
         self._registry = context.registry
-        self._timers = context.timers
+        #: Only makes a `Tick` come: after each event, `evaluate` compares the time with the deadline itself.
+        self.timer = Timer[int](context.timers, lambda _, now: None)
         self._scheduler = scheduler
         self._since, self._until = 0.0, 0.0  # the present wait of the job
         self._setting = "start_timeout"  # the setting that says how long it may last
@@ -153,7 +155,7 @@ class Quorum:
         limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
-        self._timers.set(("quorum", 0), self._until)
+        self.timer.set(0, self._until)
 
     def first_world(self, ready: int, now: float) -> Decision:
         """Decide if `ready` workers are enough for a world that starts without a state."""
@@ -170,11 +172,6 @@ class Quorum:
                 return Decision(go=True)
             return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
         return self._wait_until_deadline(Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), now)
-
-    def reached(self, ready: int, before: WorldChange) -> WorldChange:
-        """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
-        want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
-        return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
 
     def next_world(self, have: int, now: float) -> Decision:
         """Decide if `have` workers (with those that are done) are enough to continue from their state."""
@@ -198,7 +195,7 @@ class Quorum:
         """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
         assert decision.wait is not None
         assert decision.deadline is not None
-        self._timers.set(("quorum", 0), decision.deadline)
+        self.timer.set(0, decision.deadline)
         return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:

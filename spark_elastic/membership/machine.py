@@ -15,11 +15,11 @@ from typing import Any
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.deadlines import Silence, paused_within
+from spark_elastic.membership.deadlines import Silence, Timer, paused_within
 from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
-from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
+from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, WorkerId, World
@@ -37,15 +37,20 @@ class Membership:
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        self._context = MachineContext(settings)
+        self._context = MachineContext(settings, self._on_boot_due, self._on_exit_due)
         self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
-        self._timers = self._context.timers
+        timers = self._timers = self._context.timers
+        self._verdict_timer = Timer[int](
+            timers, lambda _, now: self._worlds.fail(self._boot_failures.error(), now), REPORT_GRACE_S
+        )
+        self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
+        self._exclusion_timer = Timer(timers, self._on_exclusion_due)
         self._workers_heard = self._context.workers_heard
         self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         self._crashes = self._context.crashes
         self._boot_failures = BootFailures(settings.boot_failure_limit)
-        self._scheduler = SlotScheduler(self._context)
-        self._worlds = WorldLifecycle(self._context, self._scheduler)
+        self._scheduler = scheduler = SlotScheduler(self._context)
+        self._worlds = WorldLifecycle(self._context, scheduler)
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
@@ -62,10 +67,10 @@ class Membership:
             seen.AgentJoined: self._on_agent_joined,
             seen.AgentLost: self._on_agent_lost,
             seen.SlotEnded: self._on_slot_ended,
-            seen.ExecutorDecommissioned: self._on_executor_decommissioned,
+            seen.ExecutorDecommissioned: lambda event, now: self._vacate(scheduler.decommission(event.executor), now),
             seen.ExecutorLost: self._on_executor_lost,
             seen.HostsObserved: self._on_hosts_observed,
-            seen.CancelRequested: self._on_cancel_requested,
+            seen.CancelRequested: lambda event, now: self._worlds.fail(JobCancelledError(event.why), now),
             seen.Tick: self._on_tick,
         }
 
@@ -120,9 +125,6 @@ class Membership:
         if worker is not None:
             self._worlds.on_address_lost(worker, now)
 
-    def _on_executor_decommissioned(self, event: seen.ExecutorDecommissioned, now: float) -> None:
-        self._vacate(self._scheduler.decommission(event.executor), now)
-
     def _on_executor_lost(self, event: seen.ExecutorLost, now: float) -> None:
         lost = LossCause(LossKind.EXECUTOR_LOST, name=event.executor, because=event.cause)
         for agent in self._scheduler.executor_lost(event.executor):
@@ -131,9 +133,6 @@ class Membership:
     def _on_hosts_observed(self, event: seen.HostsObserved, now: float) -> None:
         if self._scheduler.observe_hosts(event.hosts):
             self._review(None, now)
-
-    def _on_cancel_requested(self, event: seen.CancelRequested, now: float) -> None:
-        self._worlds.fail(JobCancelledError(event.why), now)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ class Membership:
 
     def _workers_can_start(self) -> None:
         self._boot_failures.any_ready = True
-        self._timers.cancel(("verdict", 0))
+        self._verdict_timer.cancel(0)
 
     def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
@@ -203,9 +202,13 @@ class Membership:
             worker.exited = True  # its agent has its result, so the end of the process is no loss
         elif event.exit_code != 0:
             self._lose_worker(worker, event, now)
-        elif self._timers.get(("exit", worker.id)) is None:
+        elif self._context.exit_timer.due(worker.id) is None:
             # the worker's own channel may still hold a Done: wait until it is read to its end
-            self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
+            self._context.exit_timer.start(worker.id, now)
+
+    def _on_exit_due(self, worker: WorkerId, now: float) -> None:
+        loss = seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
+        self._lose_worker(self.registry.workers[worker], loss, now)
 
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
         """Remove a worker whose process is gone, and decide if the job can continue."""
@@ -227,7 +230,7 @@ class Membership:
         if self._boot_failures.is_explained:
             self._worlds.fail(self._boot_failures.error(), now)
         else:
-            self._timers.set(("verdict", 0), now + REPORT_GRACE_S)
+            self._verdict_timer.start(0, now)
 
     def _judge_crashes(self, now: float) -> None:
         """Fail the job, or exclude the host, if too many worlds in a row were ended by a crashed process."""
@@ -236,13 +239,13 @@ class Membership:
         if not self._crashes.limit_reached(now):
             due = self._crashes.verdict_due_at(now)
             if due is not None:
-                self._timers.set(("crash", 0), due)
+                self._crash_timer.set(0, due)
             return
         hosts = {member.place.host for member, _ in self._crashes.crashes(now)}
         if len(hosts) == 1:
             host = hosts.pop()
             if self._scheduler.can_do_without(host):
-                self._scheduler.exclude(host, self._crashes.limit or 0, now)
+                self._exclusion_timer.set(host, self._scheduler.exclude(host, self._crashes.limit or 0, now))
                 self._crashes.reset()
                 self._review(None, now)
                 return
@@ -392,32 +395,12 @@ class Membership:
             if silent_s >= self.settings.stall_timeout_s:
                 cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
             self._evict(worker_id, cause, now)
-        while self.phase not in ENDED and (key := self._timers.pop(now)) is not None:
-            self._on_timer(*key, now)
+        while self.phase not in ENDED and self._timers.call_next(now):
+            pass
 
-    def _on_timer(self, kind: TimerKind, number: int, now: float) -> None:
-        match kind:
-            case "boot":
-                self._evict(number, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
-            case "stall":
-                self._worlds.on_stall_due(self.registry.workers[number], now)
-            case "exit":
-                loss = seen.WorkerLost(number, LossCause(LossKind.EXITED, code=0))
-                self._lose_worker(self.registry.workers[number], loss, now)
-            case "launch":
-                self._scheduler.launch(self.registry.slots[number])
-            case "crash":
-                self._judge_crashes(now)
-            case "exclusion":
-                self._scheduler.end_exclusion(number)
-                self._review(None, now)
-            case "fill":
-                self._scheduler.fill(self.registry.agents[number], now)
-            case "end":
-                self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
-            case "notice":
-                self._worlds.on_notice_due(now)
-            case "verdict":
-                self._worlds.fail(self._boot_failures.error(), now)
-            case "quorum":
-                pass  # `evaluate`, which follows every event, checks the deadline
+    def _on_boot_due(self, worker: WorkerId, now: float) -> None:
+        self._evict(worker, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
+
+    def _on_exclusion_due(self, host: str, now: float) -> None:
+        self._scheduler.end_exclusion(host)
+        self._review(None, now)

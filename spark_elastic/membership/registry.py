@@ -85,38 +85,9 @@ class WorkerRegistry:
     )
     """The workers by state, in the order in which they entered it."""
 
-    @property
-    def resets(self) -> int:
-        """Worlds that were built after the first."""
-        return max(0, self.round - 1)
-
-    @property
-    def ready(self) -> int:
-        """Workers that wait for a world or are members of one."""
-        return self.count(AT_INIT) + self.count(READY) + self.count(TRAINING)
-
-    @property
-    def succeeded(self) -> int:
-        """Workers whose function has returned."""
-        return self.count(DONE)
-
     def may_reset(self) -> bool:
         """Return True if one more world may be built."""
         return self.reset_limit is None or self.round <= self.reset_limit
-
-    # --- agents -----------------------------------------------------------------------------------
-
-    def add_agent(self, agent: Agent) -> None:
-        """Add an agent that has joined, as the agent of its slot."""
-        self.agents[agent.id] = agent
-        self.slots[agent.place.slot].agent = agent
-
-    def remove_agent(self, agent: Agent) -> None:
-        """Remove an agent that has no worker."""
-        del self.agents[agent.id]
-        self.slots[agent.place.slot].agent = None
-
-    # --- workers ----------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
         """Add a worker that is being started."""
@@ -135,8 +106,8 @@ class WorkerRegistry:
         else:
             self.states[state][worker.id] = worker
 
-    def count(self, state: WorkerState) -> int:
-        return len(self.states[state])
+    def count(self, *states: WorkerState) -> int:
+        return sum(len(self.states[state]) for state in states)
 
     def in_state(self, *states: WorkerState) -> Iterator[Worker]:
         """Yield the workers that are in one of the states."""

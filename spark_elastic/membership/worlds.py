@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
+from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
@@ -32,13 +33,12 @@ from spark_elastic.membership.reasons import (
     loss_in_words,
 )
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
-from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
+from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.states import PHASES, Phase
 from spark_elastic.membership.timeline import JobEnded, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
-_WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
 
 
 class WorldLifecycle:
@@ -51,7 +51,9 @@ class WorldLifecycle:
         self._context = context
         self._settings = context.settings
         self._registry = context.registry
-        self._timers = context.timers
+        timers, stall_timeout_s = context.timers, context.settings.stall_timeout_s
+        self._stall_timer = Timer(timers, self._on_stall_due, stall_timeout_s)
+        self._notice_timer = Timer[int](timers, lambda _, now: self._on_notice_due(now), stall_timeout_s)
         self._heard = context.workers_heard
         self._crashes = context.crashes
         self._commands = context.commands
@@ -134,8 +136,9 @@ class WorldLifecycle:
         elif not after_loop:  # the next loop: workers that waited for it may join
             self.consider_interrupt(now)
 
-    def on_stall_due(self, survivor: Worker, now: float) -> None:
+    def _on_stall_due(self, number: WorkerId, now: float) -> None:
         """Remove a survivor that has not come back in time. One that runs the code after its loop gets more time."""
+        survivor = self._registry.workers[number]
         if survivor.after_loop:
             self._set_stall_timer(survivor.id, now)
         else:
@@ -144,7 +147,7 @@ class WorldLifecycle:
 
     def _set_stall_timer(self, survivor: WorkerId, now: float) -> None:
         self._stall_due = now + self._settings.stall_timeout_s
-        self._timers.set(("stall", survivor), self._stall_due)
+        self._stall_timer.start(survivor, now)
 
     def _skip_to_the_loop(self, worker: Worker, now: float) -> None:
         """Admit a worker that waits in an earlier elastic loop than the job is in."""
@@ -154,8 +157,8 @@ class WorldLifecycle:
 
     def _admit(self, worker: Worker, now: float) -> None:
         self._registry.move(worker, ADMITTED)
-        members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
-        self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
+        members = self._registry.count(TRAINING, READY, ADMITTED) - 1
+        self._context.boot_timer.start(worker.id, now)
         self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
     def on_ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
@@ -164,7 +167,7 @@ class WorldLifecycle:
         member = worker.state is TRAINING
         self._registry.move(worker, READY)
         worker.version, worker.loop, worker.after_loop = version, loop, False
-        self._timers.cancel(("stall", worker.id))
+        self._stall_timer.cancel(worker.id)
         if not member:
             self.consider_interrupt(now)
         elif self.phase is Phase.RUNNING:
@@ -173,7 +176,7 @@ class WorldLifecycle:
         elif self.phase is Phase.INTERRUPTED and self._paused_at is None:
             self._paused_at = now
             # all members stop at the same step; one that does not is blocked in a collective that the others have left
-            self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
+            self._notice_timer.set(0, now + self._settings.heartbeat_timeout_s)
         self._skip_to_the_loop(worker, now)
 
     def on_address_lost(self, worker: Worker, now: float) -> None:
@@ -187,7 +190,7 @@ class WorldLifecycle:
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
-        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
+        self._cancel_timers(worker)
         worker.plain = not in_loop
         again = worker.plain or worker.rerun_round != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
@@ -244,7 +247,7 @@ class WorldLifecycle:
         self._registry.move(worker, GONE)
         self._registry.failed += not graceful
         self._heard.forget(worker.id)
-        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
+        self._cancel_timers(worker)
         self._done.pop(worker.id, None)
         rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
@@ -259,8 +262,12 @@ class WorldLifecycle:
             change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
             self._break(change, now)
 
+    def _cancel_timers(self, worker: Worker) -> None:
+        for timer in (self._context.boot_timer, self._context.exit_timer, self._stall_timer):
+            timer.cancel(worker.id)
+
     def _introduce(self, worker: Worker, now: float) -> None:
-        self._timers.cancel(("boot", worker.id))
+        self._context.boot_timer.cancel(worker.id)
         if not worker.introduced:
             worker.introduced = True
             self._context.announce(WorkerJoined(now, worker.id, worker.place))
@@ -282,14 +289,14 @@ class WorldLifecycle:
         self._paused_at = None
         self._notices += 1
         self._noticed_at = self.furthest
-        self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
+        self._notice_timer.start(0, now)
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
 
     def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
         members = self._registry.count(TRAINING)
-        self._context.announce_wait(Wait(kind, members, change=self._change), self._timers.get(("notice", 0)), now)
+        self._context.announce_wait(Wait(kind, members, change=self._change), self._notice_timer.due(0), now)
 
     def on_blocked(self, now: float) -> None:
         """End a too long collective: remove the members that are not in it, or break the world if all are.
@@ -349,7 +356,7 @@ class WorldLifecycle:
         self._quorum.backoff.world_broke(self.furthest, now)
         if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())
-        self._timers.cancel(("notice", 0))
+        self._notice_timer.cancel(0)
         training = tuple(self._registry.states[TRAINING])
         if training:
             self._commands.append(do.CutPeers(training, self._registry.round, change))
@@ -360,7 +367,7 @@ class WorldLifecycle:
             for worker in sorted(self._done):
                 self._run_again(self._registry.workers[worker], now)
 
-    def on_notice_due(self, now: float) -> None:
+    def _on_notice_due(self, now: float) -> None:
         """Decide what to do about members that were asked to stop and have not."""
         if self.phase is not Phase.INTERRUPTED:
             return
@@ -368,7 +375,7 @@ class WorldLifecycle:
         if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.after_loop()):
             # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
-            self._timers.set(("notice", 0), now + limit_s)
+            self._notice_timer.start(0, now)
         elif self._paused_at is None:
             self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=limit_s), now)
         else:
@@ -390,7 +397,7 @@ class WorldLifecycle:
             self._settle(now)
 
     def _evaluate_start(self, now: float) -> None:
-        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
+        ready = self._registry.count(AT_INIT, READY)
         in_loop = sum(worker.loop > 0 for worker in self._registry.in_state(AT_INIT, READY))
         if 0 < in_loop < ready:  # a worker in the loop joins no collective of the code before it
             for worker in list(self._registry.in_state(AT_INIT, READY)):
@@ -404,7 +411,9 @@ class WorldLifecycle:
         if not decision.go:
             self._wait_or_fail(decision, ready, now)
         elif ready:
-            self._change = self._quorum.reached(ready, self._change)
+            want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
+            gathered = WorldChangeKind.GATHERED
+            self._change = WorldChange(gathered, ready, want, need, grace_s, before=self._change)
             self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
         else:
             self._finish(now)
@@ -459,7 +468,7 @@ class WorldLifecycle:
                 self.fail(self._crashes.error(self.furthest, now), now)
                 return
             if now < (due := self._lost_at + REPORT_GRACE_S):
-                self._timers.set(("quorum", 0), due)
+                self._quorum.timer.set(0, due)
                 self._context.announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
         steps, lost = self.furthest.steps, self._last_loss
@@ -488,7 +497,8 @@ class WorldLifecycle:
             worker = self._registry.workers[member.worker]
             self._registry.move(worker, TRAINING)
             worker.round, worker.rank = world.round, member.rank
-        self._timers.cancel(("quorum", 0), ("notice", 0))
+        self._quorum.timer.cancel(0)
+        self._notice_timer.cancel(0)
         pause = None if self._paused_at is None else now - self._paused_at
         self._quorum.backoff.world_began(self.furthest, now)
         self._paused_at = None

@@ -206,8 +206,8 @@ BUGS = (
     Bug(
         "a process that hangs at boot is kept",
         "slots",
-        'self._timers.set(("boot", worker.id), now',
-        'self._timers.set(("none", worker.id), now',
+        "self._context.boot_timer.start(worker.id, now)",
+        "pass",
     ),
     Bug(
         "a decommissioned executor is used",

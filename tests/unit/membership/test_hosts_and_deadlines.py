@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.deadlines import Silence, Timer, Timers
 from spark_elastic.membership.topology import HostSet
 
 
@@ -27,21 +27,26 @@ def test_a_host_that_comes_back_goes_to_the_end() -> None:
 
 
 def test_a_timer_set_again_fires_once_at_its_new_time() -> None:
-    timers: Timers[str] = Timers()
-    timers.set("x", 5.0)
-    timers.set("x", 3.0)
-    timers.set("x", 7.0)
-    assert timers.next() == 7.0
-    assert timers.pop(6.9) is None
-    assert (timers.pop(7.0), timers.pop(7.0), timers.next()) == ("x", None, None)
+    timers, fired = Timers(), []
+    timer = Timer(timers, lambda key, now: fired.append((key, now)), 7.0)
+    timer.set("x", 5.0)
+    timer.set("x", 3.0)
+    timer.start("x", 0.0)
+    assert timers.next() == timer.due("x") == 7.0
+    assert not timers.call_next(6.9)
+    assert (timers.call_next(7.5), timers.call_next(7.5), timers.next()) == (True, False, None)
+    assert fired == [("x", 7.5)]
 
 
 def test_a_cancelled_timer_does_not_fire() -> None:
-    timers: Timers[str] = Timers()
-    timers.set("x", 1.0)
-    timers.set("y", 2.0)
-    timers.cancel("x")
-    assert timers.pop(5.0) == "y"
+    timers, fired = Timers(), []
+    one, other = (Timer(timers, lambda key, now, of=of: fired.append((of, key))) for of in ("one", "other"))
+    one.set("x", 1.0)
+    other.set("x", 2.0)
+    one.cancel("x")
+    while timers.call_next(5.0):
+        pass
+    assert fired == [("other", "x")]
 
 
 def test_key_that_was_heard_is_not_silent() -> None:
