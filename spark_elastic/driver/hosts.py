@@ -20,7 +20,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
 from spark_elastic.membership.events import HostsObserved
-from spark_elastic.membership.topology import HostSet
+from spark_elastic.membership.reasons import hosts_in_words
 from spark_elastic.wire.interfaces import address_of, is_address
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class HostDiscovery(Protocol):
     """
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the slots of each host, preferred hosts first.
+        """Return the slots of each host.
 
         Raises:
             DiscoveryScriptError: The hosts could not be found. The first call of a job fails the job; after a later
@@ -189,7 +189,7 @@ class HostManager:
         self._address_of_host = address_of_host
         self._resolved: dict[str, str] = {}
         self._interval_s = interval_s
-        self._hosts = HostSet().updated(self._find())
+        self._hosts = self._find()
         self._failure: str | None = None
         self._post: Callable[[HostsObserved], None]
         self._stopping = threading.Event()
@@ -198,7 +198,7 @@ class HostManager:
     def start(self, post: Callable[[HostsObserved], None]) -> None:
         """Call `post` with the first answer, then from the manager's thread with each answer that differs."""
         self._post = post
-        post(HostsObserved(dict(self._hosts.slots)))
+        post(HostsObserved(self._hosts))
         self._thread = threading.Thread(target=self._run, name="spark_elastic hosts", daemon=True)
         self._thread.start()
 
@@ -228,12 +228,11 @@ class HostManager:
         if self._failure is not None:
             log.info("host discovery works again")
             self._failure = None
-        after = self._hosts.updated(found)
-        if after == self._hosts or self._stopping.is_set():
+        if found == self._hosts or self._stopping.is_set():
             return False
-        log.info("the hosts to use have changed: %s", after)
-        self._hosts = after
-        self._post(HostsObserved(dict(after.slots)))
+        log.info("the hosts to use have changed: %s", hosts_in_words(found))
+        self._hosts = found
+        self._post(HostsObserved(found))
         return True
 
     def _find(self) -> dict[str, int]:
@@ -254,7 +253,7 @@ class HostManager:
             else:
                 address = self._resolved.get(host, address)
             by_address[address] = by_address.get(address, 0) + slots
-        return by_address
+        return {address: slots for address, slots in by_address.items() if slots}
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -84,11 +84,6 @@ class LocalAgents:
     def agent_present(self, slot: SlotId, present: bool) -> None:
         pass  # jobs do not share the slots of this machine
 
-    def agent_pids(self) -> dict[SlotId, int]:
-        """Return the process id of each slot's agent."""
-        with self._lock:
-            return {slot: process.pid for slot, process in self._processes.items()}
-
     def gone(self) -> str | None:
         return None
 

@@ -7,7 +7,7 @@ functions at the end are the only place where it becomes words, for people.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spark_elastic.errors import exit_in_words, unequal_steps_in_words
@@ -230,6 +230,12 @@ def _exit(code: int) -> str:
 def crashes_in_words(worlds: int) -> str:
     """Describe why a host is excluded."""
     return f"{worlds} worlds in a row crashed there" if worlds != 1 else "a world crashed there"
+
+
+def hosts_in_words(slots: Mapping[str, int]) -> str:
+    """Describe the slots of hosts, such as "h1:2, h2:4"; of many hosts, the first eight."""
+    shown = [f"{host}:{count}" for host, count in slots.items()]
+    return ", ".join([*shown[:8], *(["..."] if len(shown) > 8 else [])]) or "none"
 
 
 def missing_in_words(causes: Sequence[LossCause]) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.deadlines import Silence, Timer, Timers
 from spark_elastic.membership.failures import DEFAULT_PAUSES_S, REPORT_GRACE_S, Cooldown, CrashLoopDetector
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, hosts_in_words
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
-from spark_elastic.membership.topology import AgentId, HostSet, Place, SlotId, WorkerId
+from spark_elastic.membership.topology import AgentId, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
@@ -81,7 +81,7 @@ class SlotScheduler:
             timers, lambda slot, now: self.withdraw(slot, remains, now), context.settings.heartbeat_timeout_s
         )
         self._cooldown = Cooldown(context.settings.cooldown_range_s)
-        self._allowed: HostSet | None = None  # None: no restriction
+        self._allowed: dict[str, int] | None = None  # slots by host; None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
@@ -201,7 +201,7 @@ class SlotScheduler:
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
         before = self._allowed
-        self._allowed = None if hosts is None else (before or HostSet()).updated(hosts)
+        self._allowed = None if hosts is None else {host: slots for host, slots in hosts.items() if slots}
         return self._allowed != before
 
     def decommission(self, executor: str) -> list[Agent]:
@@ -252,10 +252,10 @@ class SlotScheduler:
         changed: list[Agent] = []
         for name, agents in by_host.items():
             excluded = self._excluded.get(name)
-            limit = len(agents) if self._allowed is None else self._allowed.slots_of(name)
+            limit = len(agents) if self._allowed is None else self._allowed.get(name, 0)
             too_many = LossCause(LossKind.HOST_FULL, name=name, count=limit)
             if not limit:
-                too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=name, detail=str(self._allowed))
+                too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=name, detail=hosts_in_words(self._allowed or {}))
             for position, agent in enumerate(sorted(agents, key=_claim)):
                 cause = excluded or (None if position < limit else too_many)
                 if (agent.leaving is None) != (cause is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Mapping
+from collections.abc import KeysView
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,39 +61,6 @@ class StateVersion:
 
 
 BEGINNING = StateVersion()
-
-
-@dataclass(frozen=True)
-class HostSet:
-    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
-
-    slots: tuple[tuple[str, int], ...] = ()
-
-    def __str__(self) -> str:
-        shown = [f"{host}:{count}" for host, count in self.slots[:8]]
-        return ", ".join(shown + (["..."] if len(self.slots) > 8 else [])) or "none"
-
-    def slots_of(self, host: str) -> int:
-        """Return the slots of the host; 0 if it may not be used."""
-        return self._by_host.get(host, 0)
-
-    @cached_property
-    def _by_host(self) -> dict[str, int]:
-        return dict(self.slots)
-
-    def updated(self, observed: Mapping[str, int]) -> HostSet:
-        """Return the hosts after an observation.
-
-        Known hosts stay in their order, new ones follow in the order of `observed`. A host with 0 slots is absent.
-
-        Raises:
-            ValueError: if a number of slots is negative.
-        """
-        after = {host: observed.get(host, 0) for host in self._by_host} | dict(observed)
-        for host, count in after.items():
-            if count < 0:
-                raise ValueError(f"host {host} was observed with {count} slots")
-        return HostSet(tuple((host, count) for host, count in after.items() if count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,15 +103,13 @@ class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
     After any `ProtocolError` the caller has to close the connection. `server` is the end that accepted it; both ends
-    need the same `encrypt`. No body may be larger than `max_frame_bytes`.
+    need the same `encrypt`.
 
     Raises:
         MissingExtraError: `encrypt` is set, and the package cryptography is not installed.
     """
 
-    def __init__(
-        self, key: bytes, *, server: bool, encrypt: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, key: bytes, *, server: bool, encrypt: bool = False) -> None:
         self._private: Any = None  # X25519's private key, whose public key is the nonce
         self._nonce = os.urandom(_NONCE_BYTES)
         if encrypt:
@@ -122,7 +120,6 @@ class Connection:
             self._nonce = self._private.public_key().public_bytes_raw()
         self._key = key
         self._server = server
-        self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
         self._sending: _Authenticated | _Encrypted = _Authenticated(b"")
@@ -142,8 +139,8 @@ class Connection:
         """Return the frame that carries `body`. Raise FrameTooLargeError if it is larger than the peer accepts."""
         if not self.authenticated:
             raise ProtocolError("a frame cannot be sent before the handshake is complete")
-        if len(body) > self._max_frame_bytes:
-            raise FrameTooLargeError(size=len(body), limit=self._max_frame_bytes)
+        if len(body) > MAX_FRAME_BYTES:
+            raise FrameTooLargeError(size=len(body), limit=MAX_FRAME_BYTES)
         mac, protected = self._sending.protect(self._sent, body)
         self._sent += 1
         return _LENGTH.pack(len(body)) + mac + protected
@@ -238,8 +235,8 @@ class Connection:
         start, length = 0, len(self._buffer)
         while length - start >= _HEADER_BYTES and (most is None or len(bodies) < most):
             (size,) = _LENGTH.unpack_from(self._buffer, start)
-            if size > self._max_frame_bytes:
-                raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
+            if size > MAX_FRAME_BYTES:
+                raise FrameTooLargeError(size=size, limit=MAX_FRAME_BYTES)
             at = start + _HEADER_BYTES
             if length < at + size:
                 break

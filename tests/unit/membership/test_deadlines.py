@@ -1,29 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
 from spark_elastic.membership.deadlines import Silence, Timer, Timers
-from spark_elastic.membership.topology import HostSet
-
-
-@pytest.mark.parametrize(
-    ("observed", "after"),
-    [
-        ({"b": 1, "a": 2}, (("a", 2), ("b", 1))),
-        ({"c": 1, "a": 3}, (("a", 3), ("c", 1))),
-        ({"a": 2, "b": 0}, (("a", 2),)),
-        ({}, ()),
-    ],
-)
-def test_known_hosts_keep_their_order_when_they_are_observed_again(observed, after) -> None:
-    assert HostSet((("a", 2), ("b", 1))).updated(observed) == HostSet(after)
-
-
-def test_a_host_that_comes_back_goes_to_the_end() -> None:
-    hosts = HostSet((("a", 1), ("b", 1))).updated({"b": 1})
-    hosts = hosts.updated({"a": 1, "b": 1})
-    assert hosts.slots == (("b", 1), ("a", 1))
-    assert (hosts.slots_of("a"), hosts.slots_of("x")) == (1, 0)
 
 
 def test_a_timer_set_again_fires_once_at_its_new_time() -> None:
