@@ -5,7 +5,6 @@ Most are pure functions; the class `Quorum` applies them while a job waits.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +39,7 @@ class Decision:
 
     go: bool
     wait: Wait | None = None  # what to wait for; None: build it, or give up
-    deadline: float | None = None  # when the answer changes if nothing happens
-    expired: bool = False  # the time to wait is over: give up
+    deadline: float = float("inf")  # when the answer changes if nothing happens
 
 
 def _standing(worker: Worker) -> tuple[int, int, int]:
@@ -181,8 +179,7 @@ class Quorum:
         return self._wait_until_deadline(Wait(WaitKind.REPLACEMENTS, have, 0, need, self._until - now), now)
 
     def _wait_until_deadline(self, wait: Wait, now: float) -> Decision:
-        over = now >= self._until
-        return Decision(False, None if over else wait, self._until, expired=over)
+        return Decision(False, None if now >= self._until else wait, self._until)
 
     def paced(self, decision: Decision, now: float) -> Decision:
         """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""
@@ -190,13 +187,6 @@ class Quorum:
         if not decision.go or until <= now:
             return decision
         return Decision(False, Wait(WaitKind.RETRY, self.backoff.count, left_s=until - now), until)
-
-    def wait_for(self, decision: Decision) -> Wait:
-        """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
-        assert decision.wait is not None
-        assert decision.deadline is not None
-        self.timer.set(0, decision.deadline)
-        return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:
         """Return the error for too few workers in time."""

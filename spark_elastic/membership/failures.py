@@ -15,7 +15,7 @@ from spark_elastic.membership.events import WorkerLost
 from spark_elastic.membership.reasons import LossKind, loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import CooldownStarted
-from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
+from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 # --- pauses of slots, executors and hosts ---------------------------------------------------------
@@ -55,27 +55,20 @@ class Cooldown:
     def failed(self, place: Place, now: float) -> list[CooldownStarted]:
         """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
         levels = (("slot", str(place.slot)), ("executor", place.executor), ("host", place.host))
-        return [record for kind, name in levels for record in self._count(kind, name, now)]
-
-    def slot_failed(self, slot: SlotId, now: float) -> list[CooldownStarted]:
-        """Count a failure of a slot alone, because its executor is not known or not the cause. Returns as `failed`."""
-        return self._count("slot", str(slot), now)
+        return [record for kind, name in levels for record in self.count(kind, name, now)]
 
     def ready_at(self, place: Place) -> float:
         """Return the time from which the slot may be used; it is in the past if it may be used now."""
-        return max(
-            self.slot_ready_at(place.slot), self._until("executor", place.executor), self._until("host", place.host)
-        )
+        slot = self.until("slot", str(place.slot))
+        return max(slot, self.until("executor", place.executor), self.until("host", place.host))
 
-    def slot_ready_at(self, slot: SlotId) -> float:
-        """Return the time from which the slot may be launched, whichever executor it will run on."""
-        return self._until("slot", str(slot))
-
-    def _until(self, kind: str, name: str) -> float:
+    def until(self, kind: str, name: str) -> float:
+        """Return the time from which the "slot", "executor" or "host" of that name may be used."""
         history = self._histories.get((kind, name))
         return float("-inf") if history is None else history.until
 
-    def _count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
+    def count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
+        """Count a failure of one slot, executor or host. Returns as `failed`."""
         if self._range_s is None:
             return []
         shortest, longest = self._range_s

@@ -103,9 +103,9 @@ class SlotScheduler:
         self._end_timer.cancel(slot.id)
         if not slot.excused:
             slot.excused = True
-            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
+            self._context.announce(*self._cooldown.count("slot", str(slot.id), now))
         slot.launched = False
-        due = self._cooldown.slot_ready_at(slot.id)
+        due = self._cooldown.until("slot", str(slot.id))
         if due <= now:
             self.launch(slot)
         else:
@@ -145,7 +145,7 @@ class SlotScheduler:
         agent = slot.agent = self._registry.agents[agent_id] = Agent(agent_id, place)
         if place.executor in self._decommissioned:
             # counts against the slot alone; without a pause, Spark could start tasks on this executor without end
-            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
+            self._context.announce(*self._cooldown.count("slot", str(slot.id), now))
             self.dismiss(agent, LossCause(LossKind.DECOMMISSIONED, name=place.executor), now)
             return None
         self._end_timer.cancel(slot.id)

@@ -14,6 +14,7 @@ An event changes workers (the methods `on_...`); `evaluate`, called after each e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
@@ -451,10 +452,12 @@ class WorldLifecycle:
         self._wait_or_fail(decision, have, now)
 
     def _wait_or_fail(self, decision: decisions.Decision, have: int, now: float) -> None:
-        if decision.expired:
+        if decision.wait is None:
             self.fail(self._quorum.not_enough(have, self._last_loss, now), now)
-        else:
-            self._context.announce_wait(self._quorum.wait_for(decision), decision.deadline, now)
+            return
+        self._quorum.timer.set(0, decision.deadline)
+        wait = replace(decision.wait, missing=self._scheduler.causes_of_missing())
+        self._context.announce_wait(wait, decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
         """Fail the job. The error is about crashes if they came back until no worker was left.

@@ -71,8 +71,8 @@ BUGS = (
     Bug(
         "a late job waits for ever",
         "decisions",
-        "self._until, expired=over)",
-        "self._until, expired=over and wait.kind is not WaitKind.REPLACEMENTS)",
+        "None if now >= self._until else wait,",
+        "None if now >= self._until and wait.kind is not WaitKind.REPLACEMENTS else wait,",
     ),
     Bug(
         "the survivors are not cut",
