@@ -12,8 +12,7 @@ from spark_elastic.wire.interfaces import is_ipv6, is_loopback
 from spark_elastic.wire.messages import AgentHello
 from spark_elastic.wire.ports import split_port, with_port
 
-PROBES_PER_NEWCOMER = 3
-"""The most agents on other hosts with which a new agent tries connections. A bad route shows with any of them."""
+PROBES_PER_NEWCOMER = 3  # agents on other hosts with which a new agent tries connections, at most
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class AddressBook:
         self._agents: dict[AgentId, _AgentAddresses] = {}
         self._reached: set[str] = set()  # addresses to which another agent could connect
         self._unreached: set[str] = set()  # addresses to which another agent could not connect
-        self._tried: set[str] = set()
-        """Addresses that were tried since `probe_again`: what was found before it counts until they are."""
+        self._tried: set[str] = set()  # since `probe_again`: what was found before counts until they are
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
         """Add an agent. Its address on the connection to the driver is preferred, because it is known to work.

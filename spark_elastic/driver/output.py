@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
 FLUSH_BYTES = 4 * 2**20  # lines of this size are written before `FLUSH_S` have passed
-MAX_WAITING_BYTES = 64 * 2**20
-"""The limit for lines that are not written yet. Further lines are dropped, and the file says how many."""
+MAX_WAITING_BYTES = 64 * 2**20  # of lines that are not written yet; further ones are dropped, and counted in the file
 CLOSE_S = 10.0
 
 
@@ -174,8 +173,7 @@ class OutputPrinter:
         self._bytes = 0
         self._lock = threading.Lock()  # for `_bytes`, those of the queue, and `_dropped`
         self._dropped = _Dropped()
-        self._failed: set[str] = set()
-        """The streams, and the bar, that could not be written so far. Each is reported once."""
+        self._failed: set[str] = set()  # the streams, and the bar, whose failure was reported
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
         self._thread.start()
 

@@ -18,12 +18,10 @@ class WorkerResults:
     """The results of the finished workers, collected as their slots end."""
 
     def __init__(self) -> None:
-        self.expected: tuple[WorkerId, ...] | None = None
-        """The workers whose results the job returns, in rank order; None while the job is not finished."""
+        self.expected: tuple[WorkerId, ...] | None = None  # in rank order; None while the job is not finished
         self._by_worker: dict[WorkerId, bytes] = {}
         self._due_in: dict[SlotId, WorkerId] = {}  # the slots that still have to deliver a result of the finished job
-        self._undelivered: dict[WorkerId, LossCause] = {}
-        """The cause of the end of each worker's slot that has not delivered its result."""
+        self._undelivered: dict[WorkerId, LossCause] = {}  # why the slots ended that delivered no result
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
@@ -66,8 +64,7 @@ class LoopResults:
 
     def __init__(self) -> None:
         self._by_loop: dict[int, LoopResult] = {}
-        self._behind: dict[WorkerId, int] = {}
-        """Newcomers that may still need results, with the loop that each of them is to join."""
+        self._behind: dict[WorkerId, int] = {}  # newcomers that may need results, and the loop that each is to join
 
     def offered(self, result: LoopResult) -> list[WorkerId]:
         """Keep the result of a loop. Returns the newcomers to send it to."""

@@ -36,8 +36,7 @@ from spark_elastic.wire.interfaces import is_address
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"
-"""Environment variable of the driver with a token to use instead of a random one."""
+TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"  # in the driver's environment: a token to use instead of a random one
 MAX_CONNECTIONS = 64  # that are served at a time; those beyond get a 503
 REFUSAL_S = 0.1  # seconds that the request of such a connection may take to arrive, before others are accepted
 MAX_REQUEST_BYTES = 8192

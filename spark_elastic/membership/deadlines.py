@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-_CLOCK_STEP_S = 5.0
-"""The largest jump of the wall clock that is taken for a correction; a larger one means that the computer slept."""
+_CLOCK_STEP_S = 5.0  # the largest jump of the wall clock that is a correction; else the computer slept
 
 
 class MachineClock:

@@ -21,8 +21,7 @@ from spark_elastic.settings import ElasticSettings
 # --- pauses of slots, executors and hosts ---------------------------------------------------------
 
 DEFAULT_PAUSES_S = (0.5, 60.0)  # shortest and longest pause where a pause is needed although cooldown is off
-_FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}
-"""The number of failures from which one of the kind cools down: one failed slot says little about its executor."""
+_FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}  # the failures of one kind from which on it cools down
 
 
 def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
@@ -143,8 +142,7 @@ class RegroupBackoff:
 REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
-EXITS_OF_OURS = frozenset({75, 76, 79})
-"""Codes with which a worker ends itself because others are gone, see `task.main`."""
+EXITS_OF_OURS = frozenset({75, 76, 79})  # a worker ends itself with these because others are gone, see `task.main`
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
 """Signals that other processes send, a preemption for example; a crash raises a different one."""

@@ -23,8 +23,7 @@ class Slot:
     newest: AgentId = 0  # the newest agent that the slot ever had; older ones come too late
     joined: bool = False  # an agent of the current launch has joined
     refusals: int = 0  # launches in a row that the driver could not even submit
-    excused: bool = False
-    """The next end of the launch is no failure of the slot: it was counted already, or nothing failed."""
+    excused: bool = False  # the next end of the launch was counted as a failure already, or is none
 
 
 @dataclass(slots=True)
@@ -48,11 +47,9 @@ class Worker:
     state: WorkerState = WorkerState.BOOTING
     round: int = 0  # the last world that it was published in; 0: none
     rank: int | None = None  # its rank there
-    version: StateVersion | None = None
-    """The version of its state, as last reported; None: it holds no state, or none was reported yet."""
+    version: StateVersion | None = None  # of its state, as last reported; None: it holds none, or reported none yet
     heard_at: float = float("-inf")  # when its own last message came
-    blocked_s: float | None = None
-    """How long it had waited in a collective at its last heartbeat; None: it did not wait."""
+    blocked_s: float | None = None  # its wait in a collective at its last heartbeat; None: it did not wait
     introduced: bool = False  # WorkerJoined was announced
     loop: int = 0  # the elastic loop in which it last waited for a world; 0: none yet
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported

@@ -15,8 +15,7 @@ from spark_elastic.membership.topology import AgentId, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
-_EXCLUSION_IN_PAUSES = 10
-"""A host on which one world after another crashed is excluded for this many of the longest pauses."""
+_EXCLUSION_IN_PAUSES = 10  # a host on which worlds crash is excluded for this many of the longest pauses
 
 
 class MachineContext:

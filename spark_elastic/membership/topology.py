@@ -84,11 +84,9 @@ class Reach:
 
 
 AgentId = int  # one run of our code in one Spark task; never used twice in a job
-WorkerId = int
-"""One training process; a restart gets a new one, so a stale message cannot be mistaken for a current one."""
+WorkerId = int  # one training process; a restart gets a new one, so no stale message is taken for a current one
 SlotId = int  # the number of one single-task Spark job, which runs one worker; kept across its restarts
-LaunchId = int
-"""One start of a slot's agent; a relaunch gets a new one, so a late agent cannot be mistaken for the awaited one."""
+LaunchId = int  # one start of a slot's agent; a relaunch gets a new one, so no late agent is taken for the awaited one
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ IDLE_S = 0.25
 and connects again if this happens to it on a busy machine."""
 RESERVED = 128  # descriptors that are kept for the rest of the process if its limit is low
 LOG_INTERVAL_S = 60.0
-_BACKLOG = 4096
-"""Connections that the kernel may keep until they are accepted; the others try again after a second or more."""
+_BACKLOG = 4096  # connections that the kernel keeps until they are accepted; others try again after a second or more
 _AT_ONCE = 32  # connections that are accepted before the event loop serves other sockets again
 
 

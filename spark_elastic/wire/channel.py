@@ -28,8 +28,7 @@ _HELD_UP = 1 / 3
 """The share of the silence limit after which a process that has sent nothing was held up itself. Heartbeats come at
 least twice as often, and a shorter delay leaves time for an answer."""
 HANDSHAKE_TIMEOUT_S = 5.0  # a peer that has not authenticated by then is dropped; a real one needs two round trips
-MAX_UNSENT_BYTES = 64 * 2**20
-"""A peer with this much unsent data does not read any more: it is stopped, or its network link is down."""
+MAX_UNSENT_BYTES = 64 * 2**20  # a peer with more unsent data does not read: it is stopped, or its link is down
 
 
 def retry_pause_s() -> float:

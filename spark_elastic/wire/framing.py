@@ -128,8 +128,7 @@ class Connection:
         self._sent = 0
         self._received = 0
         self._proved = False  # a client has checked the server's proof and waits for the empty frame
-        self.authenticated = False
-        """True once both sides have proved that they hold the key; at a client, once the server has said so."""
+        self.authenticated = False  # both sides hold the key; at a client, once the server has said so
 
     def start(self) -> bytes:
         """Return the first bytes to send: a client's greeting, nothing for a server."""

@@ -14,8 +14,7 @@ _IFF_UP = 0x1
 _IF_INET6 = "/proc/net/if_inet6"
 _LINK_SCOPE = 0x20
 _TEMPORARY, _DEPRECATED = 0x01, 0x20
-_UNUSABLE = 0x08 | 0x40
-"""Flags of an IPv6 address that another machine has too, or for which that is still being checked."""
+_UNUSABLE = 0x08 | 0x40  # flags of an IPv6 address that another machine has too, or may have
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:

@@ -415,23 +415,19 @@ class LaunchSpec:
     """
 
     job: str  # the job's name in logs and descriptions
-    driver_addresses: tuple[tuple[str, int], ...]
-    """Addresses of the driver's rendezvous server, in the order in which to try them."""
+    driver_addresses: tuple[tuple[str, int], ...]  # of the driver's rendezvous server, in the order to try
     key: bytes = field(repr=False)  # the job's key for the channels
-    function: bytes = field(repr=False)
-    """cloudpickle of (fn, args, kwargs); empty if the agent has to fetch it from the driver."""
+    function: bytes = field(repr=False)  # cloudpickle of (fn, args, kwargs); empty: the agent has to fetch it
     connect_timeout_s: float
     made_by: str  # `interpreter()` of the driver, for the error of a worker that cannot load the function
     env: dict[str, str] = field(default_factory=dict)  # variables to add to the worker's environment
     device: str = "auto"  # device of the workers: "auto", "cpu", "cuda" or "cuda:N"
     nics: tuple[str, ...] | None = None  # network interfaces that may carry collectives; None for any
     agent_ports: tuple[int, int] = (0, 0)  # the first and the last port at which the agents may listen; (0, 0) for any
-    preimport: tuple[str, ...] = ("torch",)
-    """Modules that a worker imports while it waits for its order, see `modules_of`."""
+    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its order, see `modules_of`
     encrypt: bool = False  # whether the channels are encrypted
     fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
-    keep_workers_s: float = 0.0
-    """Seconds for which an executor keeps a fork server of workers after the job; 0: none is used."""
+    keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
