@@ -15,7 +15,7 @@ from typing import Any
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.deadlines import Silence, Timer, paused_within
+from spark_elastic.membership.deadlines import Timer, paused_within
 from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
@@ -37,16 +37,19 @@ class Membership:
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        self._context = MachineContext(settings, self._on_boot_due, self._on_exit_due)
+        timers: list[Timer[Any]] = []
+        self._timers = timers
+        self._agent_silence = Timer(timers, self._on_agent_silent, settings.heartbeat_timeout_s)
+        self._silence = Timer(timers, self._on_worker_silent, settings.heartbeat_timeout_s)
+        boot_timer = Timer(timers, self._on_boot_due, settings.start_timeout_s)
+        self._exit_timer = Timer(timers, self._on_exit_due, REPORT_GRACE_S)
+        self._context = MachineContext(settings, timers, self._silence, boot_timer, self._exit_timer)
         self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
-        timers = self._timers = self._context.timers
         self._verdict_timer = Timer[int](
             timers, lambda _, now: self._worlds.fail(self._boot_failures.error(), now), REPORT_GRACE_S
         )
         self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
         self._exclusion_timer = Timer(timers, self._on_exclusion_due)
-        self._workers_heard = self._context.workers_heard
-        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         self._crashes = self._context.crashes
         self._boot_failures = BootFailures(settings.boot_failure_limit)
         self._scheduler = scheduler = SlotScheduler(self._context)
@@ -92,8 +95,8 @@ class Membership:
         """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
         if self.phase is Phase.CREATED or self.phase in ENDED:
             return None
-        deadlines = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        due = min(timer.next() for timer in self._timers)
+        return None if due == float("inf") else due
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class Membership:
         worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        self._workers_heard.heard(worker.id, now)
+        self._silence.start(worker.id, now)
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
         if event.blocked_s is not None:
@@ -164,7 +167,7 @@ class Membership:
         worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        self._workers_heard.heard(worker.id, now)
+        self._silence.start(worker.id, now)
         worker.heard_at = now
         self._workers_can_start()
         if event.round != worker.round or worker.state is READY:
@@ -202,9 +205,9 @@ class Membership:
             worker.exited = True  # its agent has its result, so the end of the process is no loss
         elif event.exit_code != 0:
             self._lose_worker(worker, event, now)
-        elif self._context.exit_timer.due(worker.id) is None:
+        elif self._exit_timer.due(worker.id) is None:
             # the worker's own channel may still hold a Done: wait until it is read to its end
-            self._context.exit_timer.start(worker.id, now)
+            self._exit_timer.start(worker.id, now)
 
     def _on_exit_due(self, worker: WorkerId, now: float) -> None:
         loss = seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
@@ -294,13 +297,13 @@ class Membership:
         agent = self.registry.agents.get(event.agent)
         if agent is None:
             return
-        self._agents_heard.heard(agent.id, now)
+        self._agent_silence.start(agent.id, now)
         worker = agent.worker
-        if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
+        if worker is None or worker.id != event.running or self._silence.due(worker.id) is None:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
         if now - worker.heard_at < self.settings.stall_timeout_s:
-            self._workers_heard.heard(worker.id, now)
+            self._silence.start(worker.id, now)
 
     def _on_agent_joined(self, event: seen.AgentJoined, now: float) -> None:
         slot = self.registry.slots.get(event.place.slot)
@@ -311,7 +314,7 @@ class Membership:
             self._send_home(slot.agent, LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
-            self._agents_heard.heard(agent.id, now)
+            self._agent_silence.start(agent.id, now)
             self._review(agent.place.host, now)
             self._scheduler.fill(agent, now)
 
@@ -337,7 +340,7 @@ class Membership:
 
     def _lose_agent(self, agent: Agent, cause: LossCause, now: float) -> None:
         """Remove an agent that is lost, with its worker."""
-        self._agents_heard.forget(agent.id)
+        self._agent_silence.cancel(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
         worker = agent.worker
@@ -377,26 +380,31 @@ class Membership:
             return  # heartbeats that were sent during the pause are received in time
         # TCP may take about as long as the pause to send again what the peers sent during it
         until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
-        self._agents_heard.excuse(until)
-        self._workers_heard.excuse(until)
+        self._agent_silence.postpone(until)
+        self._silence.postpone(until)
         self._context.announce(DriverStoodStill(now, seconds))
 
     def _on_tick(self, _: seen.Tick, now: float) -> None:
-        silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
-        for agent_id in self._agents_heard.expired(now):
-            agent = self.registry.agents.get(agent_id)
-            if agent is None:
-                continue  # dismissed meanwhile
+        interval_s = self.settings.heartbeat_interval_s
+        for silence in (self._agent_silence, self._silence):
+            if now > silence.next() + interval_s:  # the driver had no CPU time, and may not have received messages
+                silence.postpone(now + interval_s)
+        while self.phase not in ENDED and (first := min(self._timers, key=Timer.next)).next() <= now:
+            first.ring(now)
+
+    def _on_agent_silent(self, agent_id: AgentId, now: float) -> None:
+        agent = self.registry.agents.get(agent_id)
+        if agent is not None:  # not dismissed meanwhile
+            silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
             self._send_home(agent, silent, now)
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
-        for worker_id in self._workers_heard.expired(now):
-            cause = silent
-            silent_s = now - self.registry.workers[worker_id].heard_at
-            if silent_s >= self.settings.stall_timeout_s:
-                cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
-            self._evict(worker_id, cause, now)
-        while self.phase not in ENDED and self._timers.call_next(now):
-            pass
+
+    def _on_worker_silent(self, worker: WorkerId, now: float) -> None:
+        silent_s = now - self.registry.workers[worker].heard_at
+        cause = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
+        if silent_s >= self.settings.stall_timeout_s:
+            cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
+        self._evict(worker, cause, now)
 
     def _on_boot_due(self, worker: WorkerId, now: float) -> None:
         self._evict(worker, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
-from spark_elastic.membership.deadlines import Silence, Timer, Timers
-from spark_elastic.membership.failures import DEFAULT_PAUSES_S, REPORT_GRACE_S, Cooldown, CrashLoopDetector
+from spark_elastic.membership.deadlines import Timer
+from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, hosts_in_words
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
@@ -24,21 +25,19 @@ class MachineContext:
     def __init__(
         self,
         settings: ElasticSettings,
-        on_boot_due: Callable[[WorkerId, float], None],
-        on_exit_due: Callable[[WorkerId, float], None],
+        timers: list[Timer[Any]],
+        silence: Timer[WorkerId],
+        boot_timer: Timer[WorkerId],
+        exit_timer: Timer[WorkerId],
     ) -> None:
         self.settings = settings
+        self.timers = timers  # of all three classes; only `Membership` handles those that are due
+        self.silence = silence  # of each worker, from its first message until it is DONE or GONE
+        self.boot_timer = boot_timer  # of a worker that was started, or admitted, until it is ready
+        self.exit_timer = exit_timer  # of a worker whose process exited with 0, until its result has come
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
         #: `Membership` stores what workers report of themselves.
         self.registry = WorkerRegistry(settings.reset_limit)
-        #: Each class has timers of its own; only `Membership` has those handled that are due.
-        self.timers = Timers()
-        #: By when a worker has to be ready that was started, or admitted.
-        self.boot_timer = Timer(self.timers, on_boot_due, settings.start_timeout_s)
-        #: By when the result of a worker has to come whose process exited with 0.
-        self.exit_timer = Timer(self.timers, on_exit_due, REPORT_GRACE_S)
-        #: When each worker was last heard, from its first message until it is DONE or GONE.
-        self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         #: `Membership` records deaths and exits in it, the lifecycle the versions of states; both read it.
         self.crashes = CrashLoopDetector(settings.crash_limit)
         #: The answer to the present event, in order. All three classes append; only `Membership` empties it.

@@ -55,7 +55,7 @@ class WorldLifecycle:
         timers, stall_timeout_s = context.timers, context.settings.stall_timeout_s
         self._stall_timer = Timer(timers, self._on_stall_due, stall_timeout_s)
         self._notice_timer = Timer[int](timers, lambda _, now: self._on_notice_due(now), stall_timeout_s)
-        self._heard = context.workers_heard
+        self._silence = context.silence
         self._crashes = context.crashes
         self._commands = context.commands
         self._scheduler = scheduler
@@ -199,7 +199,7 @@ class WorldLifecycle:
                 self._run_again(worker, now)
             return
         self._registry.move(worker, DONE)
-        self._heard.forget(worker.id)
+        self._silence.cancel(worker.id)
         if worker.round > 0 or self._registry.round == 0:  # a newcomer that never trained adds no result
             self._done[worker.id] = (worker.rank or 0, worker.round)
 
@@ -216,7 +216,7 @@ class WorldLifecycle:
             worker.run += 1
             worker.rerun_round = self._registry.round
             worker.after_loop = False
-            self._heard.heard(worker.id, now)
+            self._silence.start(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
             self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
@@ -247,7 +247,7 @@ class WorldLifecycle:
         needed = worker.state is TRAINING or worker.id in self._done
         self._registry.move(worker, GONE)
         self._registry.failed += not graceful
-        self._heard.forget(worker.id)
+        self._silence.cancel(worker.id)
         self._cancel_timers(worker)
         self._done.pop(worker.id, None)
         rank = worker.rank if worker.round == self._registry.round else None

@@ -200,7 +200,7 @@ BUGS = (
         "if event.begun",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "seen.WorkerRaised: self._on_worker_raised,", ""),
-    Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
+    Bug("a silent worker is kept", "machine", "self._evict(worker, cause, now)", "self._evict(-1, cause, now)"),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
@@ -251,11 +251,11 @@ BUGS = (
     ),
     Bug(
         "a slow clock is taken for silence",
-        "slots",
-        "Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)",
-        "Silence(1.15 * settings.heartbeat_interval_s, settings.heartbeat_interval_s)",
+        "machine",
+        "self._on_worker_silent, settings.heartbeat_timeout_s)",
+        "self._on_worker_silent, 1.15 * settings.heartbeat_interval_s)",
     ),
-    Bug("silence never ends", "deadlines", "item[1] + self._timeout_s <= now,", "item[1] + self._timeout_s <= 0,"),
+    Bug("silence never ends", "machine", "if now > silence.next() + interval_s:", "if now >= silence.next():"),
     Bug(
         "workers wait on although they are enough again",
         "worlds",
