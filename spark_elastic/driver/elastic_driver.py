@@ -92,7 +92,7 @@ class ElasticDriver:
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
-        self._alarms: dict[Callable[[], None], Alarm] = {}  # the next call of each function that is called at a time
+        self._alarm: asyncio.TimerHandle | None = None  # the next call of `_wake`
         self._ending = False
         self._failure: SparkElasticError | None = None
         self._has_failed = False  # true once the failure is announced. The machine may not know of it
@@ -206,15 +206,15 @@ class ElasticDriver:
             await self._peers.server.start(self._listening)
             for source in self._sources:
                 source.start(self.post)
-            self._keep_looking()
+            self._wake()
             self._handle(seen.JobStarted())
             if cancelled is not None:
                 self._handle(seen.CancelRequested(cancelled))
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for alarm in self._alarms.values():
-                alarm.set(None)
+            if self._alarm is not None:
+                self._alarm.cancel()
             self.announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
@@ -256,7 +256,7 @@ class ElasticDriver:
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
         if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self.announcer.pending:
             self._announce()
-        self._expect_deadline()
+        self._wake_at(self._deadline())
 
     def _now(self) -> float:
         """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
@@ -265,26 +265,32 @@ class ElasticDriver:
             self._handle(seen.DriverPaused(paused_s))
         return now
 
-    def _keep_looking(self) -> None:
-        self._now()
-        self._call_at(clock.monotonic() + self._read_clock_every_s, self._keep_looking)
-
-    def _expect_deadline(self) -> None:
-        """Have the machine get a `Tick` when its next deadline has come."""
+    def _deadline(self) -> float | None:
+        """Return the time of the monotonic clock at which the machine needs a `Tick`; None: it needs none."""
         deadline = None if self._ending else self._machine.next_deadline()
-        self._call_at(None if deadline is None else deadline + self._machine_clock.paused_s, self._on_deadline)
+        return None if deadline is None else deadline + self._machine_clock.paused_s
 
-    def _call_at(self, due: float | None, function: Callable[[], None]) -> None:
-        """Call a function at a time of the monotonic clock, or earlier, if it was due before; None: do not call it."""
-        if self._loop is not None:
-            self._alarms.setdefault(function, Alarm(self._loop, function)).set(due)
-
-    def _on_deadline(self) -> None:
-        now, deadline = self._now(), self._machine.next_deadline()
-        if deadline is not None and deadline > now:  # it has moved since, or the driver was paused
-            self._expect_deadline()
-        else:
+    def _wake(self) -> None:
+        """Look at the clocks, at the machine's next deadline and at the lines that are due."""
+        self._alarm = None
+        now, deadline = self._now(), self._deadline()
+        if deadline is not None and deadline <= now + self._machine_clock.paused_s:
             self._handle(seen.Tick())
+        else:  # it has moved since, or the driver was paused
+            self._wake_at(deadline)
+        self._announce()
+        self._wake_at(clock.monotonic() + self._read_clock_every_s)
+
+    def _wake_at(self, due: float | None) -> None:
+        """Have `_wake` called at a time of the monotonic clock, or earlier, if it is to be called before.
+
+        If the call were moved to the later time, a flow of heartbeats would put it off for as long as it lasts.
+        """
+        if self._loop is None or due is None or (self._alarm is not None and self._alarm.when() <= due):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(due, self._wake)
 
     def _on_launch_ended(self, end: LaunchEnd) -> None:
         """Called from the launcher's threads."""
@@ -351,31 +357,7 @@ class ElasticDriver:
 
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""
-        self._call_at(self.announcer.print_changes(clock.monotonic()), self._announce)
-
-
-class Alarm:
-    """A call at a time that may move. Moved to a later time, as by each heartbeat, it stays, and comes too early.
-
-    If it were moved, a flow of events without a pause would put it off for as long as it lasts.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
-        self._loop = loop
-        self._ring = ring
-        self._handle: asyncio.TimerHandle | None = None
-
-    def set(self, due: float | None) -> None:
-        """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
-        if self._handle is not None and (due is None or due < self._handle.when()):
-            self._handle.cancel()
-            self._handle = None
-        if self._handle is None and due is not None:
-            self._handle = self._loop.call_at(due, self._rings)
-
-    def _rings(self) -> None:
-        self._handle = None
-        self._ring()
+        self._wake_at(self.announcer.print_changes(clock.monotonic()))
 
 
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
