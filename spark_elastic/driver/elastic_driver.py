@@ -345,7 +345,7 @@ class ElasticDriver:
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
         self._peers.finish(keep_results=keep_results, why=why)
-        for slot in self._launched - self._peers.agents_in.keys():
+        for slot in self._launched - self._peers.slots():
             self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,8 +81,6 @@ class Peers:
         )
         self.agents: set[AgentId] = set()  # agents that are connected and usable
         self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
-        #: The number of usable agents in each slot that has one: two while Spark runs a task again.
-        self.agents_in: Counter[SlotId] = Counter()
         self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone
         self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)  # the same by agent
         #: The filters of the workers' stderr.
@@ -95,6 +93,10 @@ class Peers:
         self._ending = False  # true once the job is over: agents that still come are sent away
 
     # --- the driver's side ----------------------------------------------------------------------------
+
+    def slots(self) -> set[SlotId]:
+        """Return the slots that have a usable agent."""
+        return {self._slot_of[agent] for agent in self.agents}
 
     def slots_of(self, workers: Iterable[WorkerId]) -> dict[SlotId, WorkerId]:
         """Return the slots in which these workers run."""
@@ -151,11 +153,10 @@ class Peers:
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
-        self.agents_in[slot] += 1
-        self._tell_launcher(slot, True)
         if self._ending:
             self.server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
+        self.launcher.agent_present(slot, True)
         try:
             self._addresses.joined(agent, hello, address)
         except (UnknownInterfaceError, PortsTakenError) as error:
@@ -200,15 +201,12 @@ class Peers:
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
-        """Count one usable agent less in the slot."""
-        self.agents_in[slot] -= 1
-        if not self.agents_in[slot]:
-            del self.agents_in[slot]
-            self._tell_launcher(slot, False)
+        """Tell the launcher if the slot has no usable agent any more; it may have two while Spark runs a task again.
 
-    def _tell_launcher(self, slot: SlotId, present: bool) -> None:
-        if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
-            self.launcher.agent_present(slot, present)
+        A job that ends needs no agents: the launcher shall not gather new ones.
+        """
+        if not self._ending and slot not in self.slots():
+            self.launcher.agent_present(slot, False)
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:

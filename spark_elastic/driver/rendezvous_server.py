@@ -19,8 +19,6 @@ from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 
-HELLO_TIMEOUT_S = 60.0  # agents and workers send their hello as soon as they are authenticated
-
 logger = logging.getLogger(__name__)
 
 
@@ -120,8 +118,7 @@ class RendezvousServer:
         self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
         self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)
         self._key_values = RoundKeyValues()
-        #: Authenticated connections without a hello, with the timers that close them.
-        self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
+        self._unnamed: set[MessageStream] = set()  # authenticated connections that have sent no hello yet
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
         self._agent_of: dict[MessageStream, AgentId] = {}
@@ -195,9 +192,7 @@ class RendezvousServer:
 
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
-        self._unnamed[stream] = asyncio.get_running_loop().call_later(
-            HELLO_TIMEOUT_S, stream.abort, "the peer did not send its hello in time"
-        )
+        self._unnamed.add(stream)
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
@@ -205,7 +200,7 @@ class RendezvousServer:
         elif stream in self._agent_of:
             self._listener.agent_said(self._agent_of[stream], message)
         elif stream in self._unnamed:
-            self._unnamed.pop(stream).cancel()
+            self._unnamed.remove(stream)
             self._named(stream, message)
 
     def _named(self, stream: MessageStream, message: wire.Message) -> None:
@@ -244,7 +239,7 @@ class RendezvousServer:
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         if stream in self._unnamed:
-            self._unnamed.pop(stream).cancel()
+            self._unnamed.remove(stream)
         elif stream in self._agent_of:
             agent = self._agent_of.pop(stream)
             del self._agents[agent]

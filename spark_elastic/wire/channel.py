@@ -150,6 +150,8 @@ class Channel:
     def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
         try:
             why = self._read_until_closed(on_message)
+        except ProtocolError as error:  # also if a message contradicts an earlier one
+            why = f"the driver broke the protocol: {error}"
         except Exception as error:  # without a reader, no message of the driver would arrive
             logger.exception("the channel's reader failed")
             why = f"internal error in the channel's reader: {error!r}"
@@ -164,8 +166,6 @@ class Channel:
                 excused = False
                 if not data:
                     return "the driver closed the connection"
-                bodies, _ = self._connection.receive(data)
-                messages = [decode(body) for body in bodies]
             except TimeoutError:
                 if not excused and self._was_held_up():
                     excused = True
@@ -173,13 +173,9 @@ class Channel:
                 return f"the driver was silent for {self._socket.gettimeout():.0f} s, longer than elastic_timeout"
             except OSError as error:
                 return f"the connection to the driver broke: {error}"
-            except ProtocolError as error:
-                return f"the driver broke the protocol: {error}"
-            try:
-                for message in messages:
-                    on_message(message)
-            except ProtocolError as error:  # it contradicts an earlier message
-                return f"the driver broke the protocol: {error}"
+            bodies, _ = self._connection.receive(data)
+            for message in [decode(body) for body in bodies]:
+                on_message(message)
 
 
 # --- the asyncio end --------------------------------------------------------------------------------

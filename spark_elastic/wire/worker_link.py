@@ -57,9 +57,8 @@ class WorkerLink:
         self._cut_round = 0
         self._cut_why = ""
         self._cut_callback: Callable[[int, str], None] | None = None
-        self._replies: dict[str, bytes] = {}  # the values that the driver has sent, by key
-        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}  # the values of groups, by round and name
-        self._decisions: dict[int, str] = {}  # the driver's decisions about epochs that this worker has asked about
+        #: The driver's answers: values by key, the values of a group by its round and name, decisions by epoch.
+        self._replies: dict[str | tuple[int, str] | int, Any] = {}
         self._version: StateVersion | None = None
         #: The state that the current world starts from; None once this worker has applied a step in it.
         self._starts_at: StateVersion | None = None
@@ -223,14 +222,13 @@ class WorkerLink:
         Raises HorovodInternalError if the driver has ended the round.
         """
         with self._changed:
-            self._decisions.clear()
+            self._replies.pop(epoch, None)
             round = self._newest_round()
         self._send(wire.EpochRow(epoch, True, row))
         try:
-            stop: str = self._await_in_round(round, self._decisions, epoch, timeout_s, f"decision on epoch {epoch}")
+            return str(self._await_in_round(round, epoch, timeout_s, f"decision on epoch {epoch}"))
         except TimeoutError:
             return ""
-        return stop
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         """Set a value in the round's key-value store at the driver."""
@@ -244,7 +242,7 @@ class WorkerLink:
             TimeoutError: The key was not set within `timeout_s`.
         """
         self._send(wire.KvGet(round, key))
-        value: bytes = self._await_in_round(round, self._replies, key, timeout_s, f"value of {key}")
+        value: bytes = self._await_in_round(round, key, timeout_s, f"value of {key}")
         return value
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
@@ -254,21 +252,21 @@ class WorkerLink:
         """
         self._send(wire.KvGather(round, name, rank, size, value))
         what = f"values of all {size} members of {name}"
-        found: tuple[str, ...] = self._await_in_round(round, self._gathered, (round, name), timeout_s, what)
+        found: tuple[str, ...] = self._await_in_round(round, (round, name), timeout_s, what)
         return found
 
-    def _await_in_round(self, round: int, replies: dict[Any, Any], key: Any, timeout_s: float, what: str) -> Any:
+    def _await_in_round(self, round: int, key: str | tuple[int, str] | int, timeout_s: float, what: str) -> Any:
         """Wait for the driver's reply under that key, and remove it. Raises as `kv_get` does."""
         deadline = clock.monotonic() + timeout_s
         with self._changed:
-            while key not in replies:
+            while key not in self._replies:
                 if self._cut_round >= round or self._newest_round() > round:
                     raise HorovodInternalError(f"round {round} has ended: {self._cut_why}")
                 left = deadline - clock.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no {what} within {timeout_s:.0f} s in round {round}")
                 self._changed.wait(left)
-            return replies.pop(key)
+            return self._replies.pop(key)
 
     # --- the end of the function ----------------------------------------------------------------------
 
@@ -323,7 +321,6 @@ class WorkerLink:
             case wire.WorldAssigned(world, addresses):
                 self._assignment = Assignment(world, self.worker, addresses, self._updates_seen)
                 self._replies.clear()
-                self._gathered.clear()
             case wire.Provisional():
                 self._provisional = message
             case wire.LoopResult(loop):
@@ -331,11 +328,11 @@ class WorkerLink:
             case wire.HostsUpdated(sequence):
                 self._updates_seen = max(self._updates_seen, sequence)
             case wire.EpochDecision(epoch, stop):
-                self._decisions[epoch] = stop
+                self._replies[epoch] = stop
             case wire.KvValue(key, value):
                 self._replies[key] = value
             case wire.KvGathered(round, name, values):
-                self._gathered[round, name] = values
+                self._replies[round, name] = values
 
     def _cut(self, round: int, why: str) -> None:
         with self._changed:

@@ -222,20 +222,6 @@ def test_a_message_before_the_hello_ends_the_connection(served):
     inbox.wait_for("closed")
 
 
-def test_authenticated_peer_that_sends_no_hello_is_dropped(monkeypatch):
-    monkeypatch.setattr(rendezvous_server, "HELLO_TIMEOUT_S", 0.1)
-    served = Served()
-    try:
-        silent = connect([served.address], served.key, timeout_s=WAIT_S)
-        served.channels.append(silent)
-        inbox = Recorder()
-        silent.start(inbox.message, inbox.closed)
-        inbox.wait_for("closed")
-        assert served.listener.told == []
-    finally:
-        served.close()
-
-
 def test_connections_over_the_limit_wait_until_the_oldest_is_closed(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 1)]
     strangers[0].settimeout(4)  # less than the handshake's own deadline
