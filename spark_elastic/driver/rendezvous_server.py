@@ -115,8 +115,7 @@ class RendezvousServer:
         self._admission = Admission(self._new_stream, max_unauthenticated)
         # the last answer before a pause of this side may be an interval old
         limit_s = silence_limit_s + heartbeat_interval_s
-        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)
+        self._welcome = wire.Welcome(heartbeat_interval_s, limit_s, stall_timeout_s)
         self._key_values = RoundKeyValues()
         self._unnamed: set[MessageStream] = set()  # authenticated connections that have sent no hello yet
         self._agents: dict[AgentId, MessageStream] = {}
@@ -209,7 +208,7 @@ class RendezvousServer:
             self._next_agent += 1
             self._agents[agent] = stream
             self._agent_of[stream] = agent
-            stream.send(self._agent_welcome)
+            stream.send(self._welcome)
             self._listener.agent_joined(agent, message, stream.peer_address)
         elif isinstance(message, wire.WorkerHello):
             if message.worker in self._workers or not self._listener.worker_expected(message.worker):
@@ -218,7 +217,7 @@ class RendezvousServer:
                 return
             self._workers[message.worker] = stream
             self._worker_of[stream] = message.worker
-            stream.send(self._worker_welcome)
+            stream.send(self._welcome)
             self._listener.worker_said(message.worker, message)
         else:
             stream.abort(f"{type(message).__name__} before a hello")

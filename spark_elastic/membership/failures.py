@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.errors import RepeatedCrashError, WorkerStartError
 from spark_elastic.membership.events import WorkerLost
-from spark_elastic.membership.reasons import LossKind, loss_in_words
+from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
@@ -272,34 +272,27 @@ class BootFailures:
     limit: int
     any_ready: bool = False
     count: int = 0
-    _newest: WorkerLost | None = None
+    newest: WorkerLost | None = None
 
     @property
     def limit_reached(self) -> bool:
         """True if the processes that exited are too many for the job to continue."""
         return not self.any_ready and self.count >= self.limit
 
-    @property
-    def is_explained(self) -> bool:
-        """True if nothing more is to come about the newest failure: an agent's report of an exit brings the stderr."""
-        if self._newest is None or self._newest.cause.kind is LossKind.DYING:
-            return False
-        return self._newest.cause.code is not None or bool(self._newest.stderr_tail)
-
     def add(self, failure: WorkerLost) -> None:
         """Count a process that exited."""
         if not self.any_ready:
             self.count += 1
-            self._newest = failure
+            self.newest = failure
 
     def explain(self, exit: WorkerLost) -> bool:
         """Store an agent's report of an exit if it is about the newest failure. Returns True if it is."""
-        if self._newest is None or self._newest.worker != exit.worker:
+        if self.newest is None or self.newest.worker != exit.worker:
             return False
-        self._newest = exit
+        self.newest = exit
         return True
 
     def error(self) -> WorkerStartError:
-        assert self._newest is not None
-        reason = loss_in_words(self._newest.cause)
-        return WorkerStartError(attempts=self.count, reason=reason, stderr_tail=self._newest.stderr_tail)
+        assert self.newest is not None
+        reason = loss_in_words(self.newest.cause)
+        return WorkerStartError(attempts=self.count, reason=reason, stderr_tail=self.newest.stderr_tail)

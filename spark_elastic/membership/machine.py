@@ -228,11 +228,12 @@ class Membership:
 
     def _judge_boot_failures(self, now: float) -> None:
         """Fail the job if too many processes exited before any worker was ready."""
-        if not self._boot_failures.limit_reached:
+        newest = self._boot_failures.newest
+        if not self._boot_failures.limit_reached or newest is None:
             return
-        if self._boot_failures.is_explained:
+        if newest.exit_code is not None:
             self._worlds.fail(self._boot_failures.error(), now)
-        else:
+        else:  # its agent's report of the exit brings the stderr
             self._verdict_timer.start(0, now)
 
     def _judge_crashes(self, now: float) -> None:

@@ -50,7 +50,6 @@ class Worker:
     version: StateVersion | None = None  # of its state, as last reported; None: it holds none, or reported none yet
     heard_at: float = float("-inf")  # when its own last message came
     blocked_s: float | None = None  # its wait in a collective at its last heartbeat; None: it did not wait
-    introduced: bool = False  # WorkerJoined was announced
     loop: int = 0  # the elastic loop in which it last waited for a world; 0: none yet
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing

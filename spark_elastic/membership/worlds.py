@@ -33,7 +33,7 @@ from spark_elastic.membership.reasons import (
     counted,
     loss_in_words,
 )
-from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, GONE, READY, TRAINING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.states import PHASES, Phase
 from spark_elastic.membership.timeline import JobEnded, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
@@ -199,7 +199,6 @@ class WorldLifecycle:
                 self._run_again(worker, now)
             return
         self._registry.move(worker, DONE)
-        self._silence.cancel(worker.id)
         if worker.round > 0 or self._registry.round == 0:  # a newcomer that never trained adds no result
             self._done[worker.id] = (worker.rank or 0, worker.round)
 
@@ -247,7 +246,6 @@ class WorldLifecycle:
         needed = worker.state is TRAINING or worker.id in self._done
         self._registry.move(worker, GONE)
         self._registry.failed += not graceful
-        self._silence.cancel(worker.id)
         self._cancel_timers(worker)
         self._done.pop(worker.id, None)
         rank = worker.rank if worker.round == self._registry.round else None
@@ -264,13 +262,12 @@ class WorldLifecycle:
             self._break(change, now)
 
     def _cancel_timers(self, worker: Worker) -> None:
-        for timer in (self._context.boot_timer, self._context.exit_timer, self._stall_timer):
+        for timer in (self._silence, self._context.boot_timer, self._context.exit_timer, self._stall_timer):
             timer.cancel(worker.id)
 
     def _introduce(self, worker: Worker, now: float) -> None:
         self._context.boot_timer.cancel(worker.id)
-        if not worker.introduced:
-            worker.introduced = True
+        if worker.state is BOOTING:
             self._context.announce(WorkerJoined(now, worker.id, worker.place))
 
     # --- the end of a world -----------------------------------------------------------------------

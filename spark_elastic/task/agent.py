@@ -31,7 +31,6 @@ from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
-    AgentWelcome,
     FinishAgent,
     FunctionPart,
     FunctionWanted,
@@ -44,6 +43,7 @@ from spark_elastic.wire.messages import (
     ResultStored,
     StartWorkerProcess,
     StopWorkerProcess,
+    Welcome,
     WorkerDying,
     WorkerExited,
 )
@@ -337,7 +337,7 @@ class _Agent:
     def _on_message(self, stream: MessageStream, message: Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
-            case AgentWelcome(interval_s, silence_limit_s):
+            case Welcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)

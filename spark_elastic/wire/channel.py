@@ -199,7 +199,7 @@ class MessageStream(asyncio.Protocol):
         on_open: Callable[[MessageStream], None],
         on_message: Callable[[MessageStream, Message], None],
         on_closed: Callable[[MessageStream, str], None],
-        on_unauthenticated: Callable[[MessageStream], object] | None = None,
+        on_unauthenticated: Callable[[MessageStream], object],
     ) -> None:
         self._connection = Connection(key, server=server, encrypt=encrypt)
         self._server = server
@@ -299,5 +299,5 @@ class MessageStream(asyncio.Protocol):
         if self._open:
             self._open = False
             self._on_closed(self, str(exc) if exc is not None else self._why)
-        elif self._on_unauthenticated is not None:
+        else:
             self._on_unauthenticated(self)

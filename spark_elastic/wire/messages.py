@@ -127,14 +127,6 @@ class PeersReachable(Message):
 
 
 @dataclass(frozen=True)
-class AgentWelcome(Message):
-    """The agent is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
-
-    heartbeat_interval_s: float
-    silence_limit_s: float
-
-
-@dataclass(frozen=True)
 class StartWorkerProcess(Message):
     """Give a worker process this id and the function; start a process first if none is running."""
 
@@ -293,15 +285,6 @@ class KvGather(Message):
 
 
 @dataclass(frozen=True)
-class WorkerWelcome(Message):
-    """The worker is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
-
-    heartbeat_interval_s: float
-    silence_limit_s: float
-    stall_timeout_s: float  # how long a member may wait in a collective before the driver acts
-
-
-@dataclass(frozen=True)
 class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
@@ -378,6 +361,15 @@ class KvGathered(Message):
 
 
 # --- either -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """The agent or worker is accepted: send heartbeats, and end after `silence_limit_s` without a message."""
+
+    heartbeat_interval_s: float
+    silence_limit_s: float
+    stall_timeout_s: float  # how long a member may wait in a collective before the driver acts
 
 
 @dataclass(frozen=True)

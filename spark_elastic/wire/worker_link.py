@@ -211,12 +211,8 @@ class WorkerLink:
             return False  # it is only displayed; the reader thread acts on a broken channel
         return True
 
-    def report_epoch(self, epoch: int, row: bytes) -> None:
-        """Send an epoch's row of the history to the callbacks on the driver."""
-        self._send(wire.EpochRow(epoch, False, row))
-
-    def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
-        """Send an epoch's row, and wait for the decision of the callbacks on the driver.
+    def report_epoch(self, epoch: int, row: bytes, wait_s: float = 0.0) -> str:
+        """Send an epoch's row of the history to the callbacks on the driver, and wait that long for their decision.
 
         Returns the reason to end the training after this epoch; "" to continue, also if no decision came in time.
         Raises HorovodInternalError if the driver has ended the round.
@@ -224,9 +220,9 @@ class WorkerLink:
         with self._changed:
             self._replies.pop(epoch, None)
             round = self._newest_round()
-        self._send(wire.EpochRow(epoch, True, row))
+        self._send(wire.EpochRow(epoch, wait_s > 0, row))
         try:
-            return str(self._await_in_round(round, epoch, timeout_s, f"decision on epoch {epoch}"))
+            return str(self._await_in_round(round, epoch, wait_s, f"decision on epoch {epoch}")) if wait_s > 0 else ""
         except TimeoutError:
             return ""
 
@@ -300,7 +296,7 @@ class WorkerLink:
 
     def _on_message(self, message: wire.Message) -> None:
         match message:
-            case wire.WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+            case wire.Welcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
                 self.stall_timeout_s = stall_timeout_s
                 beat = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)

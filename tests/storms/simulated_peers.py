@@ -178,7 +178,7 @@ class Agent:
     def _agent_said(self, message: wire.Message) -> None:
         assert self.channel is not None
         match message:
-            case wire.AgentWelcome(interval_s, _):
+            case wire.Welcome(interval_s):
                 self._every(interval_s, self._agent_beat)
             case wire.StartWorkerProcess(worker):
                 self.worker_id = worker
@@ -195,7 +195,7 @@ class Agent:
 
     def _worker_said(self, message: wire.Message) -> None:
         match message:
-            case wire.WorkerWelcome(interval_s):
+            case wire.Welcome(interval_s):
                 self._ready(None, at_init=True)
                 self._every(interval_s, self._worker_beat)
             case wire.Provisional():

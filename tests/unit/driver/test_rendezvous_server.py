@@ -103,7 +103,7 @@ def served():
 
 def test_an_agent_is_welcomed_and_reported_with_its_address(served):
     _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
+    inbox.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
     served.listener.wait_for("agent_joined", 1, HELLO, "127.0.0.1")
 
 
@@ -123,7 +123,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 6.0, 60.0))
+    first.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
     _, second = served.client(wire.WorkerHello(5))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -177,7 +177,7 @@ def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
         served.channels.append(channel)
 
         def received(message):
-            if isinstance(message, wire.AgentWelcome | wire.WorkerWelcome):
+            if isinstance(message, wire.Welcome):
                 channel.set_silence_limit(message.silence_limit_s)  # here: it is not for a read that has begun
             inbox.message(message)
 
@@ -254,7 +254,7 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
         thread.join(WAIT_S)
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
-        inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
+        inbox.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
 
 
 @pytest.mark.nightly
