@@ -136,7 +136,7 @@ not fill the driver's memory."""
 MAX_LINES_AT_ONCE = 200  # the most lines that are printed before the bar is drawn again
 LOOK_S = 0.25  # seconds between two drawings of the bar
 
-_ESCAPES = re.compile(
+_ESCAPES = re.compile(  # what a terminal would obey
     "\x1b[\\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\\\)?"  # titles, links, strings for the terminal
     "|(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor
     "|\x1b[ -/]*[0-~]?"
@@ -144,11 +144,6 @@ _ESCAPES = re.compile(
 )
 
 Line = tuple[str, str]  # the stream and the text
-
-
-def printable(text: str) -> str:
-    """Return a text without what a terminal would obey: escape sequences and control characters."""
-    return text if text.isprintable() else _ESCAPES.sub("", text)
 
 
 class OutputPrinter:
@@ -276,7 +271,7 @@ class OutputPrinter:
             try:
                 # looked up for each line: notebooks replace sys.stdout from cell to cell
                 target = self._targets[stream] or getattr(sys, stream)
-                target.write(printable(text) + "\n")
+                target.write((text if text.isprintable() else _ESCAPES.sub("", text)) + "\n")
                 written[stream] = target
                 if dropped:
                     target.write(dropped + "\n")

@@ -1,7 +1,6 @@
 """Repeated failures: pauses for slots, executors, hosts and worlds, and the point at which a job fails.
 
-`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` and `BootFailures` find failures that would come back
-after any pause.
+`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from spark_elastic.errors import RepeatedCrashError, WorkerStartError
+from spark_elastic.errors import RepeatedCrashError
 from spark_elastic.membership.events import WorkerLost
-from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
@@ -167,7 +165,7 @@ class CrashLoopDetector:
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
     #: The newest exits that agents reported, oldest first.
-    _exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
+    exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
     _rounds_that_trained: set[int] = field(default_factory=set)
 
     def note_version(self, version: StateVersion) -> None:
@@ -193,18 +191,14 @@ class CrashLoopDetector:
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""
-        self._exits[exit.worker] = exit
-        while len(self._exits) > _REMEMBERED:
-            del self._exits[next(iter(self._exits))]
+        self.exits[exit.worker] = exit
+        while len(self.exits) > _REMEMBERED:
+            del self.exits[next(iter(self.exits))]
 
     def crashes(self, now: float) -> list[tuple[Worker, WorkerLost]]:
         """Return the members whose deaths count as crashes, each with its exit, oldest first."""
-        known = [(member, at, self._exits[id]) for id, (member, at) in self._deaths.items() if id in self._exits]
+        known = [(member, at, self.exits[id]) for id, (member, at) in self._deaths.items() if id in self.exits]
         return [(member, exit) for member, at, exit in known if self._counts(member, at, exit, now)]
-
-    def may_be_a_loop(self) -> bool:
-        """Return True if more than one world lost a member since the last applied step, whatever the cause."""
-        return self._worlds_with_deaths() > 1
 
     def is_a_loop_at_the_end(self, now: float) -> bool:
         """Return True if crashes came back until no member was left, even if they are fewer than the limit."""
@@ -213,13 +207,13 @@ class CrashLoopDetector:
 
     def limit_reached(self, now: float) -> bool:
         """Return True if `limit` consecutive worlds had a crash."""
-        if self.limit is None or self._worlds_with_deaths() < self.limit:
+        if self.limit is None or self.worlds_with_deaths() < self.limit:
             return False
         return _worlds(member for member, _ in self.crashes(now)) >= self.limit
 
     def verdict_due_at(self, now: float) -> float | None:
         """Return when to check the limit again if no further event comes; None: it cannot be reached then."""
-        if self.limit is None or self._worlds_with_deaths() < self.limit:
+        if self.limit is None or self.worlds_with_deaths() < self.limit:
             return None
         due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
         return due if due > now else None
@@ -240,7 +234,8 @@ class CrashLoopDetector:
             stderr_tail=next((exit.stderr_tail for _, exit in reversed(crashes) if exit.stderr_tail), ""),
         )
 
-    def _worlds_with_deaths(self) -> int:
+    def worlds_with_deaths(self) -> int:
+        """Count the worlds that lost a member since the last applied step, whatever the cause."""
         return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
@@ -260,39 +255,3 @@ def _is_crash(exit: WorkerLost) -> bool:
 
 def _worlds(members: Iterable[Worker]) -> int:
     return len({member.round for member in members})
-
-
-@dataclass(slots=True)
-class BootFailures:
-    """Counts processes that exited before any worker of the job was ever ready.
-
-    From the first ready worker on, an exit is a failure of its slot, not of the way in which workers are started.
-    """
-
-    limit: int
-    any_ready: bool = False
-    count: int = 0
-    newest: WorkerLost | None = None
-
-    @property
-    def limit_reached(self) -> bool:
-        """True if the processes that exited are too many for the job to continue."""
-        return not self.any_ready and self.count >= self.limit
-
-    def add(self, failure: WorkerLost) -> None:
-        """Count a process that exited."""
-        if not self.any_ready:
-            self.count += 1
-            self.newest = failure
-
-    def explain(self, exit: WorkerLost) -> bool:
-        """Store an agent's report of an exit if it is about the newest failure. Returns True if it is."""
-        if self.newest is None or self.newest.worker != exit.worker:
-            return False
-        self.newest = exit
-        return True
-
-    def error(self) -> WorkerStartError:
-        assert self.newest is not None
-        reason = loss_in_words(self.newest.cause)
-        return WorkerStartError(attempts=self.count, reason=reason, stderr_tail=self.newest.stderr_tail)

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
+from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError, WorkerStartError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
 from spark_elastic.membership.deadlines import Timer, paused_within
-from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
+from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
@@ -46,12 +46,14 @@ class Membership:
         self._context = MachineContext(settings, timers, self._silence, boot_timer, self._exit_timer)
         self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
         self._verdict_timer = Timer[int](
-            timers, lambda _, now: self._worlds.fail(self._boot_failures.error(), now), REPORT_GRACE_S
+            timers, lambda _, now: self._judge_boot_failures(now, late=True), REPORT_GRACE_S
         )
         self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
         self._exclusion_timer = Timer(timers, self._on_exclusion_due)
         self._crashes = self._context.crashes
-        self._boot_failures = BootFailures(settings.boot_failure_limit)
+        #: Processes that exited before any worker was ever ready. Later ones are failures of their slots alone.
+        self._boot_failures: list[seen.WorkerLost] = []
+        self._any_ready = False
         self._scheduler = scheduler = SlotScheduler(self._context)
         self._worlds = WorldLifecycle(self._context, scheduler)
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
@@ -189,7 +191,7 @@ class Membership:
         self._worlds.on_done(worker, event.in_loop, now)
 
     def _workers_can_start(self) -> None:
-        self._boot_failures.any_ready = True
+        self._any_ready = True
         self._verdict_timer.cancel(0)
 
     def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
@@ -197,9 +199,7 @@ class Membership:
         if event.exit_code is not None:
             self._crashes.note_exit(event)
         if worker is None:
-            # the agent's report of an exit comes after the channel's end, and it alone has the stderr
-            if event.exit_code is not None and self._boot_failures.explain(event):
-                self._judge_boot_failures(now)
+            self._judge_boot_failures(now)
             self._judge_crashes(now)
         elif worker.state is DONE:
             worker.exited = True  # its agent has its result, so the end of the process is no loss
@@ -216,8 +216,8 @@ class Membership:
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
         """Remove a worker whose process is gone, and decide if the job can continue."""
         self._remember_exited(worker)
-        if worker.state is BOOTING:
-            self._boot_failures.add(loss)
+        if worker.state is BOOTING and not self._any_ready:
+            self._boot_failures.append(loss)
             self._judge_boot_failures(now)
             if self.phase in ENDED:
                 return
@@ -226,14 +226,20 @@ class Membership:
         self._worlds.end_worker(worker, loss.cause, now, failure=True)
         self._judge_crashes(now)
 
-    def _judge_boot_failures(self, now: float) -> None:
-        """Fail the job if too many processes exited before any worker was ready."""
-        newest = self._boot_failures.newest
-        if not self._boot_failures.limit_reached or newest is None:
+    def _judge_boot_failures(self, now: float, late: bool = False) -> None:
+        """Fail the job if too many processes exited before any worker was ready.
+
+        The agent's report of an exit comes after the channel's end, and it alone has the stderr. `late`: do not wait.
+        """
+        attempts = len(self._boot_failures)
+        if self._any_ready or attempts < self.settings.boot_failure_limit:
             return
-        if newest.exit_code is not None:
-            self._worlds.fail(self._boot_failures.error(), now)
-        else:  # its agent's report of the exit brings the stderr
+        newest = self._boot_failures[-1]
+        newest = self._crashes.exits.get(newest.worker, newest)
+        if late or newest.exit_code is not None:
+            reason = loss_in_words(newest.cause)
+            self._worlds.fail(WorkerStartError(attempts=attempts, reason=reason, stderr_tail=newest.stderr_tail), now)
+        elif self._verdict_timer.due(0) is None:
             self._verdict_timer.start(0, now)
 
     def _judge_crashes(self, now: float) -> None:
@@ -327,9 +333,8 @@ class Membership:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
             self._lose_agent(slot.agent, ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
-        refusal = self._scheduler.refusal()
-        if refusal is not None:
-            self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
+        if not self.registry.agents and all(slot.refusals > 1 for slot in self.registry.slots.values()):
+            self._worlds.fail(LaunchError(reason=loss_in_words(self._scheduler.causes_of_missing()[0])), now)
 
     def _on_agent_lost(self, event: seen.AgentLost, now: float) -> None:
         agent = self.registry.agents.get(event.agent)

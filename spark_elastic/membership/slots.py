@@ -114,12 +114,6 @@ class SlotScheduler:
         causes = Counter(self._failed_launches.values()).most_common(_MOST_CAUSES)
         return tuple(cause for cause, _ in causes)
 
-    def refusal(self) -> LossCause | None:
-        """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
-        if self._registry.agents or any(slot.refusals < 2 for slot in self._registry.slots.values()):
-            return None
-        return next(iter(self._failed_launches.values()))
-
     def launch(self, slot: Slot) -> None:
         slot.launched, slot.joined, slot.excused = True, False, False
         self._commands.append(LaunchSlot(slot.id))

@@ -461,7 +461,7 @@ class WorldLifecycle:
 
         The last exit may be reported only after the loss, so the job waits for it for a moment.
         """
-        if self._crashes.may_be_a_loop():
+        if self._crashes.worlds_with_deaths() > 1:
             if self._lost_at is None:
                 self._lost_at = now
             if self._crashes.is_a_loop_at_the_end(now):

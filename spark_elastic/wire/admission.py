@@ -28,11 +28,6 @@ _BACKLOG = 4096  # connections that the kernel keeps until they are accepted; ot
 _AT_ONCE = 32  # connections that are accepted before the event loop serves other sockets again
 
 
-def most_handshakes(workers: int) -> int:
-    """Return how many connections may be in their handshake at a time in a job of `workers` workers."""
-    return max(MAX_UNAUTHENTICATED, 2 * workers)
-
-
 class Admission:
     """The connections of a server from `accept` until they are authenticated or closed.
 

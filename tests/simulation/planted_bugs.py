@@ -232,7 +232,7 @@ BUGS = (
     Bug(
         "crashes of one world are counted one by one",
         "failures",
-        "self._worlds_with_deaths() < self.limit:\n            return False\n"
+        "self.worlds_with_deaths() < self.limit:\n            return False\n"
         "        return _worlds(member for member, _ in self.crashes(now)) >= self.limit",
         "len(self._deaths) < self.limit:\n            return False\n"
         "        return len(self.crashes(now)) >= self.limit",
