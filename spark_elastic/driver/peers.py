@@ -219,7 +219,9 @@ class Peers:
             case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way
-                    asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
+                    asyncio.get_running_loop().call_later(
+                        LAST_WORDS_S, self._forget_worker, worker, "its process is gone"
+                    )
                     cause = LossCause(LossKind.EXITED, code=exit_code)
                     self.handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.FunctionWanted(start):
@@ -246,9 +248,7 @@ class Peers:
         if was_used:
             self._vacate(slot)
         for worker in self._workers_of.pop(agent, ()):
-            del self._agent_of[worker]
-            self._shown.pop(worker, None)
-            self.server.drop_worker(worker, "its agent is gone")
+            self._forget_worker(worker, "its agent is gone")
         self._addresses.remove(agent)
         self._listens.pop(agent, None)
 
@@ -313,12 +313,12 @@ class Peers:
     def worker_gone(self, worker: WorkerId, why: str) -> None:
         self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
-    def _forget_worker(self, worker: WorkerId) -> None:
+    def _forget_worker(self, worker: WorkerId, why: str) -> None:
         agent = self._agent_of.pop(worker, None)
-        if agent is not None:
+        if agent in self._workers_of:
             self._workers_of[agent].discard(worker)
         self._shown.pop(worker, None)
-        self.server.drop_worker(worker, "its process is gone")
+        self.server.drop_worker(worker, why)
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
         """Return the label of output lines: the worker's rank, or its slot before it has one."""

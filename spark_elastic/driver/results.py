@@ -36,24 +36,22 @@ class WorkerResults:
 
     def in_rank_order(self) -> list[bytes]:
         """Return one pickled result per rank. Raise ResultError if some are missing, or too large for Spark."""
-        assert self.expected is not None
-        missing = [worker for worker in self.expected if worker not in self._by_worker]
-        if missing:
-            raise self._error(self.expected, missing)
-        return [self._by_worker[worker] for worker in self.expected]
-
-    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
+        expected = self.expected
+        assert expected is not None
+        missing = [worker for worker in expected if worker not in self._by_worker]
+        if not missing:
+            return [self._by_worker[worker] for worker in expected]
         causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
         refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
         if refused:
-            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+            raise ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
         reasons = sorted(map(loss_in_words, causes))
         if len(missing) == len(expected):
-            return ResultError(
+            raise ResultError(
                 f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
             )
         ranks = ", ".join(str(expected.index(worker)) for worker in missing)
-        return ResultError(
+        raise ResultError(
             f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
             f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
         )

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.errors import JobError, NotEnoughSlotsError
+from spark_elastic.errors import JobError, NotEnoughSlotsError, UnequalStepsError
 from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import RegroupBackoff
 from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
     LossKind,
-    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -91,13 +90,12 @@ def interruption(registry: WorkerRegistry, minimum: int) -> WorldChange | None:
 def survivors_wait(registry: WorkerRegistry, left_s: float) -> Wait:
     """Return the wait for the survivors of a broken world, which have `left_s` seconds to come back."""
     survivors = registry.states[TRAINING].values()
-    ranks = sorted(each.rank or 0 for each in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
     return Wait(
         WaitKind.SURVIVORS,
         have=len(survivors),
         left_s=left_s,
         round=registry.round,
-        ranks=tuple(ranks),
+        ranks=ranks_of(survivors) if len(survivors) <= _MOST_RANKS_NAMED else (),
         finishing=registry.after_loop(),
     )
 
@@ -116,7 +114,7 @@ def build_world(round: int, members: Sequence[Worker]) -> World:
     return World(round, ranked, root=root, version=best.version, sync=not same)
 
 
-def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalSteps | None:
+def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalStepsError | None:
     """Return which ranks of a world have left the collectives that all the others wait in; None if none has.
 
     A rank whose function has returned (`done`) takes part in none, and one after its elastic loop in none of that loop.
@@ -129,8 +127,13 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
     waiting = [worker for worker in members if worker not in left]
     if not left or not waiting or any(worker.blocked_s is None for worker in waiting):
         return None
-    ranks = [tuple(sorted(worker.rank or 0 for worker in each)) for each in (left, waiting)]
-    return UnequalSteps(ranks[0], ranks[1], None if furthest is None else furthest.steps)
+    return UnequalStepsError(
+        left=ranks_of(left), waiting=ranks_of(waiting), step=None if furthest is None else furthest.steps
+    )
+
+
+def ranks_of(workers: Iterable[Worker]) -> tuple[int, ...]:
+    return tuple(sorted(worker.rank or 0 for worker in workers))
 
 
 class Quorum:

@@ -292,12 +292,6 @@ class Membership:
         while len(self._exited) > _EXITS_REMEMBERED:
             del self._exited[min(self._exited)]
 
-    def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
-        """Remove a worker whose process may still run, and have the process killed."""
-        worker = self.registry.workers.get(worker_id)
-        if worker is not None:
-            self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
-
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_alive(self, event: seen.AgentAlive, now: float) -> None:
@@ -406,14 +400,16 @@ class Membership:
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
 
     def _on_worker_silent(self, worker: WorkerId, now: float) -> None:
-        silent_s = now - self.registry.workers[worker].heard_at
+        silent = self.registry.workers[worker]
+        silent_s = now - silent.heard_at
         cause = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         if silent_s >= self.settings.stall_timeout_s:
             cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
-        self._evict(worker, cause, now)
+        self._worlds.end_worker(silent, cause, now, stop=True, failure=True)
 
     def _on_boot_due(self, worker: WorkerId, now: float) -> None:
-        self._evict(worker, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
+        cause = LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s)
+        self._worlds.end_worker(self.registry.workers[worker], cause, now, stop=True, failure=True)
 
     def _on_exclusion_due(self, host: str, now: float) -> None:
         self._scheduler.end_exclusion(host)

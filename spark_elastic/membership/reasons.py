@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spark_elastic.errors import exit_in_words, unequal_steps_in_words
+from spark_elastic.errors import UnequalStepsError, exit_in_words, unequal_steps_in_words
 
 
 class LossKind(enum.Enum):
@@ -108,15 +108,6 @@ class WorldChangeKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class UnequalSteps:
-    """Members that have left the collectives in which others wait. The fields are those of `UnequalStepsError`."""
-
-    left: tuple[int, ...]
-    waiting: tuple[int, ...]
-    step: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class WorldChange:
     """The reason why the present world ends and the next one is built."""
 
@@ -125,7 +116,7 @@ class WorldChange:
     want: int = 0
     need: int = 0
     seconds: float = 0.0
-    unequal: UnequalSteps | None = None
+    unequal: UnequalStepsError | None = None  # the error, should it come back
     rank: int | None = None
     host: str = ""
     cause: LossCause | None = None

@@ -24,7 +24,6 @@ from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
-    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -316,10 +315,10 @@ class WorldLifecycle:
             change = WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s, unequal=unequal)
             self._break(change, now)
 
-    def _twice(self, unequal: UnequalSteps, now: float) -> bool:
+    def _twice(self, unequal: UnequalStepsError, now: float) -> bool:
         """Fail the job if members had left the collectives of others in an earlier world too; return whether it did."""
         if 0 < self._unequal_in < self._registry.round:
-            self.fail(UnequalStepsError(left=unequal.left, waiting=unequal.waiting, step=unequal.step), now)
+            self.fail(unequal, now)
             return True
         self._unequal_in = self._registry.round
         return False
@@ -335,9 +334,9 @@ class WorldLifecycle:
         if not failed or not done or self._quorum.backoff.member_is_lost:
             return False
         step = None if done[0].plain else self.furthest.steps
-        left = tuple(sorted(worker.rank or 0 for worker in done))
         self._shut_down_in = self._registry.round
-        return self._twice(UnequalSteps(left, (change.rank or 0,), step), now)
+        left, waiting = decisions.ranks_of(done), (change.rank or 0,)
+        return self._twice(UnequalStepsError(left=left, waiting=waiting, step=step), now)
 
     def _done_in_this_round(self) -> list[Worker]:
         workers, newest = self._registry.workers, self._registry.round

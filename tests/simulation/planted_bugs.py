@@ -200,7 +200,12 @@ BUGS = (
         "if event.begun",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "seen.WorkerRaised: self._on_worker_raised,", ""),
-    Bug("a silent worker is kept", "machine", "self._evict(worker, cause, now)", "self._evict(-1, cause, now)"),
+    Bug(
+        "a silent worker is kept",
+        "machine",
+        "silent = self.registry.workers[worker]\n",
+        "if True:\n            return\n        silent = self.registry.workers[worker]\n",
+    ),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
