@@ -315,7 +315,7 @@ class Peers:
 
     def _forget_worker(self, worker: WorkerId, why: str) -> None:
         agent = self._agent_of.pop(worker, None)
-        if agent in self._workers_of:
+        if agent is not None and agent in self._workers_of:
             self._workers_of[agent].discard(worker)
         self._shown.pop(worker, None)
         self.server.drop_worker(worker, why)

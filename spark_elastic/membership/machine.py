@@ -223,7 +223,7 @@ class Membership:
                 return
         if worker.state is TRAINING:
             self._crashes.note_death(worker, now)
-        self._worlds.end_worker(worker, loss.cause, now, failure=True)
+        self._worlds.end_worker(worker, loss.cause, now, stop=False, failed=True)
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float, late: bool = False) -> None:
@@ -267,7 +267,7 @@ class Membership:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause it would be restarted without end
             self._scheduler.count_failure(worker.agent, now)
-        self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
+        self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now)
 
     def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
@@ -405,11 +405,11 @@ class Membership:
         cause = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         if silent_s >= self.settings.stall_timeout_s:
             cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
-        self._worlds.end_worker(silent, cause, now, stop=True, failure=True)
+        self._worlds.end_worker(silent, cause, now, failed=True)
 
     def _on_boot_due(self, worker: WorkerId, now: float) -> None:
         cause = LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s)
-        self._worlds.end_worker(self.registry.workers[worker], cause, now, stop=True, failure=True)
+        self._worlds.end_worker(self.registry.workers[worker], cause, now, failed=True)
 
     def _on_exclusion_due(self, host: str, now: float) -> None:
         self._scheduler.end_exclusion(host)

@@ -54,7 +54,6 @@ class WorldLifecycle:
         timers, stall_timeout_s = context.timers, context.settings.stall_timeout_s
         self._stall_timer = Timer(timers, self._on_stall_due, stall_timeout_s)
         self._notice_timer = Timer[int](timers, lambda _, now: self._on_notice_due(now), stall_timeout_s)
-        self._silence = context.silence
         self._crashes = context.crashes
         self._commands = context.commands
         self._scheduler = scheduler
@@ -142,8 +141,8 @@ class WorldLifecycle:
         if survivor.after_loop:
             self._set_stall_timer(survivor.id, now)
         else:
-            cause = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
-            self.end_worker(survivor, cause, now, stop=True, failure=True)
+            late = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
+            self.end_worker(survivor, late, now, failed=True)
 
     def _set_stall_timer(self, survivor: WorkerId, now: float) -> None:
         self._stall_due = now + self._settings.stall_timeout_s
@@ -180,10 +179,7 @@ class WorldLifecycle:
         self._skip_to_the_loop(worker, now)
 
     def on_address_lost(self, worker: Worker, now: float) -> None:
-        """Replace the world of a member that cannot be reached any more, before its members wait in a collective.
-
-        Members that have left their loop need no collective: where there is one, the world is left alone.
-        """
+        """Replace the world of a member that cannot be reached any more, unless one has left the loop's collectives."""
         alone = self.world is None or self.world.size == 1
         if worker.state is TRAINING and not alone and not self._done and not self._registry.after_loop():
             self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
@@ -203,35 +199,32 @@ class WorldLifecycle:
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
-        if worker.plain:
-            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)
-        elif worker.exited:
-            self.end_worker(worker, LossCause(LossKind.PROCESS_ENDED), now, stop=True)
-        else:
-            if worker.state is DONE:
-                del self._done[worker.id]
-                self._registry.move(worker, TRAINING)
-            worker.run += 1
-            worker.rerun_round = self._registry.round
-            worker.after_loop = False
-            self._silence.start(worker.id, now)
-            worker.heard_at = now
-            self._set_stall_timer(worker.id, now)
-            self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
+        if worker.plain or worker.exited:
+            kind = LossKind.PLAIN_FUNCTION if worker.plain else LossKind.PROCESS_ENDED
+            self.end_worker(worker, LossCause(kind), now)
+            return
+        if worker.state is DONE:
+            del self._done[worker.id]
+            self._registry.move(worker, TRAINING)
+        worker.run += 1
+        worker.rerun_round = self._registry.round
+        worker.after_loop = False
+        self._context.silence.start(worker.id, now)
+        worker.heard_at = now
+        self._set_stall_timer(worker.id, now)
+        self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
 
-    def end_worker(
-        self, worker: Worker, cause: LossCause, now: float, *, stop: bool = False, failure: bool = False
-    ) -> None:
+    def end_worker(self, worker: Worker, cause: LossCause, now: float, stop: bool = True, failed: bool = False) -> None:
         """Remove a worker and start another one on its agent, if the agent may still be used.
 
-        `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its slot, executor and host.
+        `stop`: its process runs and has to be killed. `failed`: it counts as a failure of its slot, executor and host.
         """
         agent = worker.agent
         if stop:
             self._commands.append(do.StopWorker(agent.id, worker.id, cause))
-        if failure:
+        if failed:
             self._scheduler.count_failure(agent, now)
-        self.remove(worker, cause, now, graceful=not failure)
+        self.remove(worker, cause, now, graceful=not failed)
         self._scheduler.refill(agent, now)
 
     def release(self, worker: Worker, now: float) -> None:
@@ -261,7 +254,8 @@ class WorldLifecycle:
             self._break(change, now)
 
     def _cancel_timers(self, worker: Worker) -> None:
-        for timer in (self._silence, self._context.boot_timer, self._context.exit_timer, self._stall_timer):
+        context = self._context
+        for timer in (context.silence, context.boot_timer, context.exit_timer, self._stall_timer):
             timer.cancel(worker.id)
 
     def _introduce(self, worker: Worker, now: float) -> None:
@@ -307,8 +301,7 @@ class WorldLifecycle:
             return
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
-            cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
-            self.end_worker(worker, cause, now, stop=True, failure=True)
+            self.end_worker(worker, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now, failed=True)
         if not idle:
             for worker in members:
                 worker.blocked_s = None
@@ -456,10 +449,7 @@ class WorldLifecycle:
         self._context.announce_wait(wait, decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
-        """Fail the job. The error is about crashes if they came back until no worker was left.
-
-        The last exit may be reported only after the loss, so the job waits for it for a moment.
-        """
+        """Fail the job: because of crashes, if they came back. The last exit is waited for, as it is reported later."""
         if self._crashes.worlds_with_deaths() > 1:
             if self._lost_at is None:
                 self._lost_at = now

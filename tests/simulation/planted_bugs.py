@@ -129,8 +129,8 @@ BUGS = (
     Bug(
         "a plain function is not run again",
         "worlds",
-        "            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)\n        elif",
-        "            pass\n        elif",
+        "            self.end_worker(worker, LossCause(kind), now)\n",
+        "            if worker.exited:\n                self.end_worker(worker, LossCause(kind), now)\n",
     ),
     Bug(
         "a member lost at the end is dropped", "worlds", "worker.state is TRAINING or worker.id in self._done", "False"
@@ -161,7 +161,7 @@ BUGS = (
         "decisions.unequal_steps(members, ())",
     ),
     Bug("an old result counts", "machine", "event.run != worker.run", "event.run > worker.run"),
-    Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
+    Bug("a process that has ended is run again", "worlds", "if worker.plain or worker.exited:", "if worker.plain:"),
     Bug(
         "a newcomer of an earlier loop is put into the world",
         "worlds",
