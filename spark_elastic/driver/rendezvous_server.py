@@ -139,8 +139,6 @@ class RendezvousServer:
         for stream in streams:
             stream.abort("the job is over")
 
-    # --- to peers -----------------------------------------------------------------------------------
-
     def to_agent(self, agent: AgentId, message: wire.Message) -> None:
         """Send a message. Does nothing if the agent is gone, which `agent_gone` has reported."""
         if agent in self._agents:
@@ -175,8 +173,6 @@ class RendezvousServer:
             del self._worker_of[stream]
             stream.send(wire.Goodbye(why))
             stream.close()
-
-    # --- from peers ---------------------------------------------------------------------------------
 
     def _new_stream(self) -> MessageStream:
         return MessageStream(

@@ -182,8 +182,6 @@ class StatusServer:
                 sock.shutdown(socket.SHUT_RDWR)
             thread.join(REQUEST_S)
 
-    # --- the server's threads -------------------------------------------------------------------------
-
     def _accept(self) -> None:
         self._listening.settimeout(_ACCEPT_S)
         while not self._closed.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
@@ -19,30 +20,25 @@ _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
 _EXCLUSION_IN_PAUSES = 10  # a host on which worlds crash is excluded for this many of the longest pauses
 
 
+@dataclass(eq=False)
 class MachineContext:
     """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
 
-    def __init__(
-        self,
-        settings: ElasticSettings,
-        timers: list[Timer[Any]],
-        silence: Timer[WorkerId],
-        boot_timer: Timer[WorkerId],
-        exit_timer: Timer[WorkerId],
-    ) -> None:
-        self.settings = settings
-        self.timers = timers  # of all three classes; only `Membership` handles those that are due
-        self.silence = silence  # of each worker, from its first message until it is DONE or GONE
-        self.boot_timer = boot_timer  # of a worker that was started, or admitted, until it is ready
-        self.exit_timer = exit_timer  # of a worker whose process exited with 0, until its result has come
+    settings: ElasticSettings
+    timers: list[Timer[Any]]  # of all three classes; only `Membership` handles those that are due
+    silence: Timer[WorkerId]  # of each worker, from its first message until it is DONE or GONE
+    boot_timer: Timer[WorkerId]  # of a worker that was started, or admitted, until it is ready
+    exit_timer: Timer[WorkerId]  # of a worker whose process exited with 0, until its result has come
+    waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
+
+    def __post_init__(self) -> None:
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
         #: `Membership` stores what workers report of themselves.
-        self.registry = WorkerRegistry(settings.reset_limit)
+        self.registry = WorkerRegistry(self.settings.reset_limit)
         #: `Membership` records deaths and exits in it, the lifecycle the versions of states; both read it.
-        self.crashes = CrashLoopDetector(settings.crash_limit)
+        self.crashes = CrashLoopDetector(self.settings.crash_limit)
         #: The answer to the present event, in order. All three classes append; only `Membership` empties it.
         self.commands: list[Command] = []
-        self.waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
 
     def announce(self, *records: Record) -> None:
         """Add records of the timeline to the commands."""

@@ -81,8 +81,6 @@ class Admission:
         if self._since.pop(stream, None) is not None:
             self._settled.set()
 
-    # --- accepting --------------------------------------------------------------------------------
-
     def _run(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)

@@ -61,8 +61,14 @@ def decode(data: bytes) -> Message:
     Raise ProtocolError if the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     if data.startswith(_COMPRESSED):
-        head, payload = _decompressed(data)
-        separator = head[-1:]
+        stream = zlib.decompressobj()
+        try:
+            head = stream.decompress(data, MAX_MESSAGE_BYTES)
+        except zlib.error as error:
+            raise ProtocolError(f"a compressed message that is damaged: {error}") from None
+        if not stream.eof:
+            raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
+        separator, payload = head[-1:], stream.unused_data
     else:
         head, separator, payload = data.partition(_SEPARATOR)
     if separator != _SEPARATOR:
@@ -90,18 +96,6 @@ def decode(data: bytes) -> Message:
     except _Unexpected as error:
         raise ProtocolError(f"{name}{error}") from None
     return message
-
-
-def _decompressed(data: bytes) -> tuple[bytes, bytes]:
-    """Return the head, and the payload behind it."""
-    stream = zlib.decompressobj()
-    try:
-        body = stream.decompress(data, MAX_MESSAGE_BYTES)
-    except zlib.error as error:
-        raise ProtocolError(f"a compressed message that is damaged: {error}") from None
-    if not stream.eof:
-        raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
-    return body, stream.unused_data
 
 
 # --- values of JSON in the types of their fields; each function raises `_Unexpected` if they are others --------
