@@ -32,7 +32,6 @@ from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.admission import MAX_UNAUTHENTICATED
 from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
@@ -70,15 +69,7 @@ class Peers:
     observer: JobObserver | None = None
 
     def __post_init__(self) -> None:
-        self.server = RendezvousServer(
-            self.spec.key,
-            self,
-            heartbeat_interval_s=self.settings.heartbeat_interval_s,
-            silence_limit_s=self.settings.driver_silence_s,
-            stall_timeout_s=self.settings.stall_timeout_s,
-            encrypt=self.spec.encrypt,
-            max_unauthenticated=max(MAX_UNAUTHENTICATED, 2 * self.settings.max_num_proc),
-        )
+        self.server = RendezvousServer(self.spec.key, self, self.settings, encrypt=self.spec.encrypt)
         self.agents: set[AgentId] = set()  # agents that are connected and usable
         self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
         self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone

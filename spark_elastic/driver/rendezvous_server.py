@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
+from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
@@ -93,29 +94,18 @@ class RoundKeyValues:
 class RendezvousServer:
     """Accepts agents and workers, which must prove to have the job's key, and sends messages to them by their ids.
 
-    The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
-    without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
-    `encrypt`.
+    Peers take this side for lost when they were without a message for `settings.driver_silence_s` and a heartbeat
+    interval. Channels are encrypted if both ends have `encrypt`.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        listener: Listener,
-        *,
-        heartbeat_interval_s: float,
-        silence_limit_s: float,
-        stall_timeout_s: float,
-        encrypt: bool = False,
-        max_unauthenticated: int = MAX_UNAUTHENTICATED,
-    ) -> None:
+    def __init__(self, key: bytes, listener: Listener, settings: ElasticSettings, *, encrypt: bool = False) -> None:
         self._key = key
         self._encrypt = encrypt
         self._listener = listener
-        self._admission = Admission(self._new_stream, max_unauthenticated)
+        self._admission = Admission(self._new_stream, max(MAX_UNAUTHENTICATED, 2 * settings.max_num_proc))
         # the last answer before a pause of this side may be an interval old
-        limit_s = silence_limit_s + heartbeat_interval_s
-        self._welcome = wire.Welcome(heartbeat_interval_s, limit_s, stall_timeout_s)
+        limit_s = settings.driver_silence_s + settings.heartbeat_interval_s
+        self._welcome = wire.Welcome(settings.heartbeat_interval_s, limit_s, settings.stall_timeout_s)
         self._key_values = RoundKeyValues()
         self._unnamed: set[MessageStream] = set()  # authenticated connections that have sent no hello yet
         self._agents: dict[AgentId, MessageStream] = {}

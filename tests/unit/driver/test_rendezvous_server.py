@@ -10,13 +10,14 @@ from spark_elastic.driver import rendezvous_server
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.membership.ranking import ranked
 from spark_elastic.membership.topology import Member, Place, World
+from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.admission import Admission
+from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import new_key
 
-LIMIT = 64
+LIMIT = MAX_UNAUTHENTICATED
 WAIT_S = 60.0
 PLACE = Place("127.0.0.1", "1", 0)
 HELLO = wire.AgentHello(PLACE, 1, {"lo": ("127.0.0.1",)}, 0, "")
@@ -52,16 +53,14 @@ class Recorder:
 class Served:
     """A server on a loop of its own thread."""
 
-    def __init__(self, **limits):
+    def __init__(self, silence_limit_s=5.0):
         self.key, self.listener = new_key(), Recorder()
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = sock.getsockname()
-        self.server = RendezvousServer(
-            self.key,
-            self.listener,
-            stall_timeout_s=60.0,
-            **({"heartbeat_interval_s": 1.0, "silence_limit_s": 5.0, "max_unauthenticated": LIMIT} | limits),
+        settings = ElasticSettings(
+            2, 1, 2, elastic_timeout_s=silence_limit_s, heartbeat_timeout_s=silence_limit_s, stall_timeout_s=60.0
         )
+        self.server = RendezvousServer(self.key, self.listener, settings)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -170,7 +169,7 @@ def test_world_is_encoded_once_for_all_members(served, monkeypatch):
 @pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5)])
 def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
-    served = Served(silence_limit_s=limit_s, heartbeat_interval_s=interval_s)
+    served = Served(silence_limit_s=limit_s)
     try:
         served.listener.expected.add(5)
         channel, inbox = connect([served.address], served.key, timeout_s=WAIT_S), Recorder()
@@ -242,12 +241,12 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     def join():
         inboxes.append(served.client(HELLO)[1])
 
-    threads = [threading.Thread(target=join) for _ in range(2 * LIMIT)]
+    threads = [threading.Thread(target=join) for _ in range(LIMIT + 64)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert len(inboxes) == 2 * LIMIT
+    assert len(inboxes) == LIMIT + 64
     for inbox in inboxes:
         inbox.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
 
