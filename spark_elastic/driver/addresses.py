@@ -127,27 +127,25 @@ class AddressBook:
         """
         known = [self._agents[agent] for agent in agents]
         one_host = len({each.host for each in known}) <= 1
-        best = [self._best(each, one_host) for each in known]
+        best = [self._best_first(each, one_host)[0] for each in known]
         mostly_ipv6 = sum(map(is_ipv6, best)) > len(best) / 2
         for ipv6 in (mostly_ipv6, not mostly_ipv6):
-            same = [self._best_of_protocol(each, one_host, ipv6) for each in known]
-            if None not in same:
-                best = [address for address in same if address is not None]
+            same = [self._best_first(each, one_host, ipv6) for each in known]
+            if all(same):
+                best = [addresses[0] for addresses in same]
                 break
         return dict(zip(agents, best, strict=True))
 
-    def _best(self, known: _AgentAddresses, one_host: bool) -> str:
+    def _best_first(self, known: _AgentAddresses, one_host: bool, ipv6: bool | None = None) -> list[str]:
+        """Return the addresses of an agent, the best first: all, or those of one protocol that are likely to work."""
         if one_host:
-            return known.candidates[0]
-        usable = [a for a in known.candidates if a not in self._unreached] or list(known.candidates)
-        return min(usable, key=lambda a: (a not in self._reached, usable.index(a)))
-
-    def _best_of_protocol(self, known: _AgentAddresses, one_host: bool, ipv6: bool) -> str | None:
-        """Return the best address of one protocol; None if there is none that can be expected to work."""
-        usable = [a for a in known.candidates if is_ipv6(a) == ipv6]
-        if not one_host:
-            usable = [a for a in usable if not is_loopback(a) and a not in self._unreached]
-        return min(usable, key=lambda a: (a not in self._reached and not one_host, usable.index(a)), default=None)
+            return [a for a in known.candidates if ipv6 in (None, is_ipv6(a))]
+        usable = [a for a in known.candidates if a not in self._unreached]
+        if ipv6 is None:
+            usable = usable or list(known.candidates)
+        else:
+            usable = [a for a in usable if is_ipv6(a) == ipv6 and not is_loopback(a)]
+        return sorted(usable, key=lambda a: a not in self._reached)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
         """Return where the prober has to try to reach the agent.

@@ -43,7 +43,6 @@ RESULTS_TIMEOUT_S = 300.0  # seconds that the results of the finished workers ma
 FAREWELL_TIMEOUT_S = 2.0  # seconds that agents have to end by themselves before their launches are ended
 CLOSE_TIMEOUT_S = 3.0
 MAX_CLOCK_INTERVAL_S = 2.0  # seconds between two readings of the clocks, which find the driver's own pauses
-_MOST_SLOTS_NAMED = 8
 _LOOK_S = 0.005
 
 
@@ -233,14 +232,10 @@ class ElasticDriver:
             try:
                 await asyncio.wait_for(self._slots_over.wait(), timeout)
             except asyncio.TimeoutError:
-                named = sorted(self._launched)[:_MOST_SLOTS_NAMED]
-                more = f" and {len(self._launched) - len(named)} more" if len(self._launched) > len(named) else ""
-                logger.warning("slots %s%s did not end within %.0f s", named, more, timeout)
+                logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
         if self._failure is not None:
             raise self._failure
         return self._results.in_rank_order()
-
-    # --- events in ----------------------------------------------------------------------------------
 
     def _handle(self, event: seen.Event) -> None:
         if self._has_failed:
@@ -301,12 +296,10 @@ class ElasticDriver:
         self._launched.discard(end.slot)
         self._results.slot_ended(end)
         if gone is not None:
-            self._fail(self._session_lost(gone))
+            self._fail(SessionLostError(reason=gone, progress=self._machine.progress))
         self._handle(seen.SlotEnded(end.slot, end.cause, end.submitted))
         if self._ending and not self._launched:  # before the end, slots that are over are launched again
             self._slots_over.set()
-
-    # --- commands out -------------------------------------------------------------------------------
 
     def _carry_out(self, command: do.Command) -> None:
         match command:
@@ -322,7 +315,8 @@ class ElasticDriver:
                 self._fail(error)
             case do.FailJob(error):  # if Spark itself is gone, that is why all workers are lost
                 gone = self._launcher.gone()
-                self._fail(error if gone is None else self._session_lost(gone))
+                progress = self._machine.progress
+                self._fail(error if gone is None else SessionLostError(reason=gone, progress=progress))
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
@@ -339,17 +333,12 @@ class ElasticDriver:
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
 
-    def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.progress)
-
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
         self._peers.finish(keep_results=keep_results, why=why)
         for slot in self._launched - self._peers.slots():
             self._launcher.withdraw(slot, reported(why))
         self._ended.set()
-
-    # --- for people ---------------------------------------------------------------------------------
 
     def _announce_failure(self, error: BaseException) -> None:
         self._has_failed = True

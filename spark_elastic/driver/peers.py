@@ -83,8 +83,6 @@ class Peers:
         self.world: World | None = None  # the newest world; None before the first
         self._ending = False  # true once the job is over: agents that still come are sent away
 
-    # --- the driver's side ----------------------------------------------------------------------------
-
     def slots(self) -> set[SlotId]:
         """Return the slots that have a usable agent."""
         return {self._slot_of[agent] for agent in self.agents}
@@ -134,8 +132,6 @@ class Peers:
         self._loop_results.joined(world.workers)
         self._listens = self._addresses.choose([self._agent_of[member.worker] for member in world.members])
         self.server.publish(wire.WorldAssigned(world, tuple(self._listens.values())))
-
-    # --- agents -----------------------------------------------------------------------------------------
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
@@ -242,8 +238,6 @@ class Peers:
             self._forget_worker(worker, "its agent is gone")
         self._addresses.remove(agent)
         self._listens.pop(agent, None)
-
-    # --- workers ----------------------------------------------------------------------------------------
 
     def worker_expected(self, worker: WorkerId) -> bool:
         """Return True if this worker was started and is not gone. The server turns away all others."""

@@ -11,7 +11,6 @@ from spark_elastic.membership.topology import SlotId, WorkerId
 from spark_elastic.wire.messages import LoopResult
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
-_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 class WorkerResults:
@@ -41,7 +40,8 @@ class WorkerResults:
         missing = [worker for worker in expected if worker not in self._by_worker]
         if not missing:
             return [self._by_worker[worker] for worker in expected]
-        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
+        late = reported("its slot did not end in time")
+        causes = {self._undelivered.get(worker, late) for worker in missing}
         refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
         if refused:
             raise ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")

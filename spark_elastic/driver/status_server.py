@@ -151,12 +151,8 @@ class StatusServer:
         self._closing, self._closed = threading.Event(), threading.Event()
         at = f"[{host}]" if ":" in host else host
         self.address = f"http://{at}:{self._port}/"
+        self.url = f"{self.address}?token={token}"
         self._thread = threading.Thread(target=self._accept, name="spark_elastic-status", daemon=True)
-
-    @property
-    def url(self) -> str:
-        """The URL of the page, with the token."""
-        return f"{self.address}?token={self._token}"
 
     def start(self) -> None:
         self._thread.start()

@@ -16,8 +16,6 @@ from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
 from spark_elastic.settings import ElasticSettings
 
-# --- pauses of slots, executors and hosts ---------------------------------------------------------
-
 DEFAULT_PAUSES_S = (0.5, 60.0)  # shortest and longest pause where a pause is needed although cooldown is off
 _FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}  # the failures of one kind from which on it cools down
 
@@ -86,8 +84,6 @@ class Cooldown:
         return [CooldownStarted(now, kind, name, history.failures, history.until)]
 
 
-# --- pauses between worlds ------------------------------------------------------------------------
-
 _FEWEST_TRIES = 5  # this many worlds are tried before the job is given up, even if that takes longer than the timeout
 
 
@@ -134,8 +130,6 @@ class RegroupBackoff:
         """Return True if worlds broke early often enough, and for long enough, to give the job up."""
         return self.count >= _FEWEST_TRIES and now - self._first_at >= self._settings.elastic_timeout_s
 
-
-# --- crashes --------------------------------------------------------------------------------------
 
 REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The

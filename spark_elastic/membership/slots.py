@@ -81,8 +81,6 @@ class SlotScheduler:
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
         self._excluded: dict[str, LossCause] = {}  # by host
 
-    # --- slots ------------------------------------------------------------------------------------
-
     def launch_all(self) -> None:
         """Launch every slot for the first time."""
         for slot in range(self._settings.max_num_proc):
@@ -118,8 +116,6 @@ class SlotScheduler:
         """End a launch that is of no use any more. The command is repeated until the launch has ended."""
         self._commands.append(WithdrawSlot(slot, cause))
         self._end_timer.start(slot, now)
-
-    # --- agents -----------------------------------------------------------------------------------
 
     def join(self, agent_id: AgentId, place: Place, now: float) -> Agent | None:
         """Add an agent. Returns None if it was dismissed instead."""
@@ -183,8 +179,6 @@ class SlotScheduler:
             return
         slot.excused = True
         self._context.announce(*self._cooldown.failed(agent.place, now))
-
-    # --- what may be used -------------------------------------------------------------------------
 
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""

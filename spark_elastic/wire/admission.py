@@ -92,8 +92,11 @@ class Admission:
                 connection, _ = await asyncio.get_running_loop().sock_accept(sock)
             except ConnectionAbortedError:
                 continue
-            except OSError as error:
-                await self._shed(error)
+            except OSError as error:  # usually the process has no descriptor left: half of the handshakes are closed
+                self._refuse(f"the system accepts none: {error.strerror}", "")
+                for stream in list(self._since)[: (len(self._since) + 1) // 2]:
+                    self._displace(stream)
+                await asyncio.sleep(IDLE_S)
                 continue
             try:
                 await self._make_room()
@@ -122,13 +125,6 @@ class Admission:
         self._since.pop(stream, None)
         self._refuse("they did not authenticate while others waited", stream.peer_address)
         stream.abort("the peer did not authenticate while others waited")
-
-    async def _shed(self, error: OSError) -> None:
-        """Close half of the connections in their handshake: usually the process has no descriptor left."""
-        self._refuse(f"the system accepts none: {error.strerror}", "")
-        for stream in list(self._since)[: (len(self._since) + 1) // 2]:
-            self._displace(stream)
-        await asyncio.sleep(IDLE_S)
 
     async def _open(self, stream: MessageStream, connection: socket.socket) -> None:
         try:

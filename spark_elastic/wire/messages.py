@@ -438,10 +438,8 @@ def modules_of(function: bytes) -> tuple[str, ...]:
 
 def slowest_import(modules: tuple[str, ...]) -> str:
     """Return the name of the package in `modules_of` that takes a worker the longest to import."""
-    return next((name for module, name in _SLOW.items() if module in modules), "torch")
-
-
-_SLOW = {"tensorflow": "TensorFlow", "keras": "Keras"}
+    slow = {"tensorflow": "TensorFlow", "keras": "Keras"}
+    return next((name for module, name in slow.items() if module in modules), "torch")
 
 
 def interpreter() -> str:

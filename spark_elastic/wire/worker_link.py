@@ -80,8 +80,6 @@ class WorkerLink:
         self._channel.start(self._on_message, self._on_closed)
         self._channel.send(wire.WorkerHello(self.worker))
 
-    # --- worlds and their groups ------------------------------------------------------------------------
-
     def join_at_init(self) -> Assignment | wire.Provisional:
         """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""
         self._send(wire.Ready(0, None, at_init=True, loop=1))
@@ -264,8 +262,6 @@ class WorkerLink:
                 self._changed.wait(left)
             return self._replies.pop(key)
 
-    # --- the end of the function ----------------------------------------------------------------------
-
     def raised(self, error: BaseException, traceback: str, exit_code: int | None = None) -> None:
         """Report an exception of the user's function, with a shortened message and traceback if they are long.
 
@@ -289,8 +285,6 @@ class WorkerLink:
             self._after_loop = False
             self._beat_now.set()
 
-    # --- threads --------------------------------------------------------------------------------------
-
     def _newest_round(self) -> int:
         return self._assignment.world.round if self._assignment is not None else 0
 
@@ -302,7 +296,12 @@ class WorkerLink:
                 beat = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
                 beat.start()
             case wire.Cut(round, why):
-                self._cut(round, why)
+                with self._changed:
+                    self._cut_round, self._cut_why = max(self._cut_round, round), why
+                    callback = self._cut_callback
+                    self._changed.notify_all()
+                if callback is not None:
+                    callback(round, why)
             case wire.Goodbye(why):
                 self._on_closed(why)
             case wire.RunAgain(run):
@@ -329,14 +328,6 @@ class WorkerLink:
                 self._replies[key] = value
             case wire.KvGathered(round, name, values):
                 self._replies[round, name] = values
-
-    def _cut(self, round: int, why: str) -> None:
-        with self._changed:
-            self._cut_round, self._cut_why = max(self._cut_round, round), why
-            callback = self._cut_callback
-            self._changed.notify_all()
-        if callback is not None:
-            callback(round, why)
 
     def _beat(self, interval_s: float) -> None:
         while True:
