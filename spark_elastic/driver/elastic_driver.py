@@ -96,8 +96,7 @@ class ElasticDriver:
         self._failure: SparkElasticError | None = None
         self._has_failed = False  # true once the failure is announced. The machine may not know of it
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended: asyncio.Event
-        self._slots_over: asyncio.Event
+        self._ended, self._slots_over = asyncio.Event(), asyncio.Event()
         self._cancelled: str | None = None  # the reason of a cancellation before `run`
         self._cancel_lock = threading.Lock()
         self.stop_requested = threading.Event()  # set by `cancel`, for waits before `run`
@@ -124,10 +123,8 @@ class ElasticDriver:
 
     def never_ran(self, error: BaseException) -> BaseException:
         """Record that the job ended before `run` was called. Returns the error to raise."""
-        with self._cancel_lock:
-            cancelled = self._cancelled
-        if cancelled is not None and isinstance(error, JobCancelledError):
-            error = JobCancelledError(cancelled)
+        if self._cancelled is not None and isinstance(error, JobCancelledError):
+            error = JobCancelledError(self._cancelled)
         self._announce_failure(error)
         return error
 
@@ -188,16 +185,11 @@ class ElasticDriver:
         return asyncio.run(self._main())
 
     def close(self) -> None:
-        """Close the listening socket and the launcher of a driver whose `run` was never called.
-
-        Has no effect after `run`, which closes them itself.
-        """
+        """Close the socket and the launcher of a driver whose `run` was never called. `run` closes them itself."""
         self._listening.close()
         self._launcher.close(CLOSE_TIMEOUT_S)
 
     async def _main(self) -> list[bytes]:
-        self._ended = asyncio.Event()
-        self._slots_over = asyncio.Event()
         with self._cancel_lock:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled

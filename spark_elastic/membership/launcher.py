@@ -42,10 +42,7 @@ class Launcher(Protocol):
         """Take note that the slot has a live agent from now on, or (False) that it has none any more."""
 
     def gone(self) -> str | None:
-        """Return why nothing can ever be launched again, or None if nothing is known to prevent it.
-
-        Blocks for a second at most.
-        """
+        """Return why nothing can ever be launched again; None: not known to be so. Blocks for a second at most."""
 
     def close(self, deadline_s: float) -> None:
         """End all launches and wait for that up to `deadline_s`. Later launches end at once. May be called again."""

@@ -100,8 +100,6 @@ class Membership:
         due = min(timer.next() for timer in self._timers)
         return None if due == float("inf") else due
 
-    # --- events -----------------------------------------------------------------------------------
-
     def handle(self, event: seen.Event, now: float) -> list[Command]:
         """Return the commands that answer the event, in order. `now`: seconds on a clock that does not go back.
 

@@ -125,10 +125,8 @@ class WorkerLink:
         if before is not None and version < before:  # back to a commit: the driver counts the steps that are lost
             self._send(wire.WorkerHeartbeat(before, None, self._after_loop, self._begun))
         self._version = version
-        told_at_once = False
-        if self._begun < self._newest_round():
-            self._begun = self._newest_round()
-            told_at_once = True  # from here on, a loss is the loss of a world that trains
+        told_at_once = self._begun < self._newest_round()  # from here on, a loss is that of a world that trains
+        self._begun = max(self._begun, self._newest_round())
         if self._starts_at is not None and version.is_steps_after(self._starts_at):
             self._starts_at = None
             told_at_once = True  # the first step in this world: the driver measures the pause by it
@@ -263,10 +261,7 @@ class WorkerLink:
             return self._replies.pop(key)
 
     def raised(self, error: BaseException, traceback: str, exit_code: int | None = None) -> None:
-        """Report an exception of the user's function, with a shortened message and traceback if they are long.
-
-        `exit_code`: that of a script that has exited.
-        """
+        """Report an exception of the user's function, shortened if it is long. `exit_code`: of a script that exited."""
         try:
             text = str(error)
         except Exception as problem:
