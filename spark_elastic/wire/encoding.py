@@ -83,7 +83,7 @@ def decode(data: bytes) -> Message:
     if not isinstance(fields, dict):
         raise ProtocolError("a message head that is not an object")
     name = fields.pop("type", None)
-    cls = _messages().get(name) if isinstance(name, str) else None
+    cls: type[Any] | None = _messages().get(name) if isinstance(name, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {name!r:.80}")
     carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
