@@ -260,13 +260,13 @@ class ElasticDriver:
     def _wake(self) -> None:
         """Look at the clocks, at the machine's next deadline and at the lines that are due."""
         self._alarm = None
+        self._wake_at(clock.monotonic() + self._read_clock_every_s)
         now, deadline = self._now(), self._deadline()
         if deadline is not None and deadline <= now + self._machine_clock.paused_s:
             self._handle(seen.Tick())
         else:  # it has moved since, or the driver was paused
             self._wake_at(deadline)
         self._announce()
-        self._wake_at(clock.monotonic() + self._read_clock_every_s)
 
     def _wake_at(self, due: float | None) -> None:
         """Have `_wake` called at a time of the monotonic clock, or earlier, if it is to be called before.

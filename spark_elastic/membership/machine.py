@@ -45,9 +45,7 @@ class Membership:
         self._exit_timer = Timer(timers, self._on_exit_due, REPORT_GRACE_S)
         self._context = MachineContext(settings, timers, self._silence, boot_timer, self._exit_timer)
         self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
-        self._verdict_timer = Timer[int](
-            timers, lambda _, now: self._judge_boot_failures(now, late=True), REPORT_GRACE_S
-        )
+        self._verdict_timer = Timer[int](timers, lambda _, now: self._judge_boot_failures(now, True), REPORT_GRACE_S)
         self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
         self._exclusion_timer = Timer(timers, self._on_exclusion_due)
         self._crashes = self._context.crashes
