@@ -55,7 +55,7 @@ class WorldLink:
                         world, addresses = rest
                         self._assignments.append(Assignment(world, self.worker, addresses, self._updates))
                     elif kind == "provisional":
-                        self._assignments.append(Provisional(*rest))
+                        self._assignments.append(Provisional(*rest, loop=1))
                     elif kind == "updated":
                         self._updates = rest[0]
                     elif kind == "cut":
