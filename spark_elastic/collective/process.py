@@ -15,7 +15,8 @@ from spark_elastic.collective.world import connect, members_of
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
+from spark_elastic.wire.messages import Provisional
+from spark_elastic.wire.worker_link import Assignment, WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.collective.process_sets import ProcessSet
@@ -89,11 +90,11 @@ class Process:
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
-        if self.called_again and not isinstance(answer, ProvisionalPosition):
+        if self.called_again and not isinstance(answer, Provisional):
             self._take_position(answer)  # that world is over; the loop joins the next
             self.awaits_loop = True
             return
-        if isinstance(answer, ProvisionalPosition):
+        if isinstance(answer, Provisional):
             self._set_position(Position(rank=answer.rank, size=answer.size))
             return
         try:
@@ -118,7 +119,7 @@ class Process:
             self.updates_handled = max(self.updates_handled, self.link.updates_seen())
             # closing the groups takes as long as the driver needs for the next world
             answer = self.link.join(round, version, loop, meanwhile=self.leave)
-            if isinstance(answer, ProvisionalPosition):
+            if isinstance(answer, Provisional):
                 self.leave_until_loop()
                 return False
             try:

@@ -14,7 +14,7 @@ from types import TracebackType
 from spark_elastic.membership.topology import Reach
 from spark_elastic.wire.admission import Admission
 from spark_elastic.wire.channel import MessageStream
-from spark_elastic.wire.interfaces import address_of, is_address, is_ipv6, is_loopback, own_addresses
+from spark_elastic.wire.interfaces import address_of, address_toward, is_address, is_loopback, own_addresses
 
 _CLOSE_S = 2.0
 
@@ -96,21 +96,9 @@ def candidate_addresses(server_host: str) -> tuple[str, ...]:
 
     First the one from which the machine speaks to the Connect server, because executors are near the server.
     """
-    toward = _address_toward(server_host)
+    server = address_of(server_host)
+    toward = address_toward(server) if is_address(server) else None
     addresses = own_addresses()
     outward = [address for address in addresses if not is_loopback(address)]
     loopback = [address for address in addresses if is_loopback(address)]
     return tuple(dict.fromkeys([*([toward] if toward else []), *outward, *loopback]))
-
-
-def _address_toward(host: str) -> str | None:
-    address = address_of(host)
-    if not is_address(address):
-        return None
-    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing: a UDP connect only looks up the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return None

@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 import pickle
-import platform
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,7 +31,6 @@ from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
-    AgentWelcome,
     FinishAgent,
     FunctionPart,
     FunctionWanted,
@@ -45,6 +43,7 @@ from spark_elastic.wire.messages import (
     ResultStored,
     StartWorkerProcess,
     StopWorkerProcess,
+    Welcome,
     WorkerDying,
     WorkerExited,
 )
@@ -306,13 +305,9 @@ class _Agent:
         return AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
             launch=self._launch,
-            pid=os.getpid(),
             addresses=self._addresses,
             probe_port=self._probe_port.port,
             ports_taken=taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if taken else "",
-            cores=self._report.cores,
-            accelerators=self._report.accelerators,
-            python=self._report.python,
         )
 
     def _finish_because(self, why: str) -> None:
@@ -342,7 +337,7 @@ class _Agent:
     def _on_message(self, stream: MessageStream, message: Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
-            case AgentWelcome(interval_s, silence_limit_s):
+            case Welcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)
@@ -444,7 +439,7 @@ class _Agent:
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
+            self._send(ResultStored(process.worker, process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
         """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
@@ -473,7 +468,7 @@ def main() -> None:
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
-    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
+    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, ())
     pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
     out.flush()
 

@@ -103,7 +103,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     link.start()
     call = _load(link, pickled.pop(), order["made_by"])  # it may hold a model, so nothing here keeps it
     _check_device(link)
-    link.on_run_again(next_run.put)
+    link.on_run_again = next_run.put
     with os.fdopen(result_fd, "wb") as results:
         run: int | None = 1
         while run is not None:

@@ -41,7 +41,6 @@ def slot_report() -> SlotReport:
         addresses=interface_addresses(),
         cores=cores_in_task(),
         accelerators=accelerators_in_task(),
-        python=sys.version.split()[0],
     )
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
+from spark_elastic.driver.hosts import FixedHosts, HostManager
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.places import ThisMachine
@@ -13,17 +13,28 @@ from spark_elastic.wire.interfaces import own_addresses
 
 
 def test_host_names_are_translated_to_the_addresses_that_agents_report():
-    addresses = HostAddresses({"node1": "10.0.0.7", "alias": "10.0.0.7", "10.0.0.8": "10.0.0.8"}.__getitem__)
-    found = addresses({"10.0.0.8": 1, "node1": 2, "alias": 1})
-    assert list(found.items()) == [("10.0.0.8", 1), ("10.0.0.7", 3)]
+    of_names = {"node1": "10.0.0.7", "alias": "10.0.0.7", "10.0.0.8": "10.0.0.8"}.__getitem__
+    hosts, posted = HostManager(FixedHosts({"10.0.0.8": 1, "node1": 2, "alias": 1}), of_names), []
+    hosts.start(posted.append)
+    hosts.close()
+    (observed,) = posted
+    assert list(observed.hosts.items()) == [("10.0.0.8", 1), ("10.0.0.7", 3)]
 
 
 def test_failing_name_server_removes_no_host():
-    names = {"node1": "10.0.0.7"}
-    addresses = HostAddresses(lambda name: names.get(name, name))
-    assert addresses({"node1": 2}) == {"10.0.0.7": 2}
+    answers = [{"node1": 2}, {"node1": 2, "node2": 1}]
+
+    class Discovery:
+        def find_available_hosts_and_slots(self):
+            return answers.pop(0)
+
+    names, posted = {"node1": "10.0.0.7"}, []
+    hosts = HostManager(Discovery(), lambda name: names.get(name, name), interval_s=3600.0)
+    hosts.start(posted.append)
     names.clear()
-    assert addresses({"node1": 2, "node2": 1}) == {"10.0.0.7": 2, "node2": 1}
+    hosts.poll()
+    hosts.close()
+    assert [each.hosts for each in posted] == [{"10.0.0.7": 2}, {"10.0.0.7": 2, "node2": 1}]
 
 
 @pytest.mark.parametrize("found", [["h1"], None, {"h1": "2"}, {1: 2}, {"h1": -1}])

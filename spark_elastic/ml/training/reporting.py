@@ -179,12 +179,9 @@ class EpochRows:
             return ""
         epoch = int(row["epoch"])
         self._sent = epoch + 1
-        if not self._wait_s:
-            self._link.report_epoch(epoch, _as_json(row))
-            return ""
         # The other workers wait in a collective meanwhile, and must not be taken for stuck.
         longest_s = min(self._wait_s, self._link.stall_timeout_s / 2 or self._wait_s)
-        return self._link.ask_after_epoch(epoch, _as_json(row), longest_s)
+        return self._link.report_epoch(epoch, _as_json(row), longest_s)
 
 
 def _as_json(row: Row) -> bytes:

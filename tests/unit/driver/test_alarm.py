@@ -1,57 +1,35 @@
-from spark_elastic.driver.elastic_driver import Alarm
+"""The driver's alarm: when it looks at deadlines and lines that are due."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from spark_elastic.driver.elastic_driver import ElasticDriver
 
 
 class Loop:
-    """Keeps the calls that are due, and makes them when told to."""
+    """Keeps the calls that are due."""
 
-    def __init__(self):
-        self.due = []
+    def __init__(self) -> None:
+        self.due: list[float] = []
 
-    def call_at(self, at, call):
-        self.due.append(Call(self, at, call))
-        return self.due[-1]
-
-    def ring(self):
-        first = min(self.due, key=lambda each: each.at)
-        self.due.remove(first)
-        first.call()
+    def call_at(self, at: float, call: Any) -> SimpleNamespace:
+        self.due.append(at)
+        return SimpleNamespace(when=lambda: at, cancel=lambda: self.due.remove(at))
 
 
-class Call:
-    def __init__(self, loop, at, call):
-        self.loop, self.at, self.call = loop, at, call
-
-    def when(self):
-        return self.at
-
-    def cancel(self):
-        self.loop.due.remove(self)
+def alarms_after(*times: float | None) -> list[float]:
+    """Return when a driver is to be called that has asked for these times."""
+    driver: Any = SimpleNamespace(_loop=Loop(), _alarm=None, _wake=print)
+    for due in times:
+        ElasticDriver._wake_at(driver, due)
+    return driver._loop.due
 
 
-def test_moving_an_alarm_to_a_later_time_leaves_the_call_where_it_is():
-    loop, rung = Loop(), []
-    alarm = Alarm(loop, lambda: rung.append(1))
-    for due in (5.0, 6.0, 7.0):
-        alarm.set(due)
-    assert [each.at for each in loop.due] == [5.0]
-    loop.ring()
-    assert rung == [1]
-    alarm.set(7.0)  # as whoever is rung too early does
-    assert [each.at for each in loop.due] == [7.0]
+def test_a_later_time_leaves_the_call_where_it_is() -> None:
+    assert alarms_after(5.0, 6.0, None, 7.0) == [5.0]
 
 
-def test_moving_an_alarm_to_an_earlier_time_moves_the_call():
-    loop = Loop()
-    alarm = Alarm(loop, print)
-    alarm.set(5.0)
-    alarm.set(3.0)
-    assert [each.at for each in loop.due] == [3.0]
-
-
-def test_alarm_that_is_not_needed_any_more_does_not_ring():
-    loop = Loop()
-    alarm = Alarm(loop, print)
-    alarm.set(5.0)
-    alarm.set(None)
-    assert loop.due == []
-    alarm.cancel()
+def test_an_earlier_time_moves_the_call() -> None:
+    assert alarms_after(5.0, 3.0, 4.0) == [3.0]

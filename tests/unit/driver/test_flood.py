@@ -21,6 +21,7 @@ import asyncio, logging, os, resource, socket, sys
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.settings import ElasticSettings
 logging.basicConfig(stream=sys.stderr, format="%(name)s %(message)s")
 
 class Listener:
@@ -29,9 +30,7 @@ class Listener:
 
 async def serve():
     sock = socket.create_server(("127.0.0.1", 0))
-    server = RendezvousServer(
-        bytes.fromhex(sys.argv[2]), Listener(), heartbeat_interval_s=1.0, silence_limit_s=60.0, stall_timeout_s=60.0
-    )
+    server = RendezvousServer(bytes.fromhex(sys.argv[2]), Listener(), ElasticSettings(1, 1, 1))
     await server.start(sock)
     print(sock.getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
@@ -125,7 +124,7 @@ def join(port, key):
     welcomed = threading.Event()
     channel = connect([("127.0.0.1", port)], key, timeout_s=60.0)
     channel.start(lambda *_: welcomed.set(), lambda *_: None)
-    channel.send(wire.AgentHello(Place("127.0.0.1", "1", 0), 1, 1, {"lo": ("127.0.0.1",)}, 0, "", 1, (), "3.11"))
+    channel.send(wire.AgentHello(Place("127.0.0.1", "1", 0), 1, {"lo": ("127.0.0.1",)}, 0, ""))
     assert welcomed.wait(60.0)
     took = time.monotonic() - begin
     channel.close()

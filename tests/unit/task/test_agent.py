@@ -21,7 +21,7 @@ class Worker:
         self.memory_before = memory_kills()
 
 
-REPORT = SlotReport("h", "1", {}, 1, (), "3.11")
+REPORT = SlotReport("h", "1", {}, 1, ())
 
 
 def reports_of(guardian_signal: int | None) -> list[object]:

@@ -93,6 +93,6 @@ def test_agent_listens_on_the_chosen_interfaces_only(nics, listens, monkeypatch)
 
     monkeypatch.setattr(agents, "ProbePort", Noting)
     order = LaunchSpec("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
-    report = SlotReport("host", "1", {"a": ("127.0.0.2",), "b": ("127.0.0.3",)}, 1, {}, "3.11")
+    report = SlotReport("host", "1", {"a": ("127.0.0.2",), "b": ("127.0.0.3",)}, 1, {})
     agents.run_agent(order, 0, 1, report)
     assert found == listens
