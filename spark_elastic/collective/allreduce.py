@@ -17,8 +17,8 @@ from spark_elastic.collective.calls import (
 )
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.negotiation import Launched, Launching
+from spark_elastic.collective.operators import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.errors import UsageError
 
 

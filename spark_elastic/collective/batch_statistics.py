@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from spark_elastic.collective.group import Group
+from spark_elastic.collective.operators import Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet
-from spark_elastic.collective.reduction import Sum
 
 _without_rows = False
 sums_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()

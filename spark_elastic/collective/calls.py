@@ -15,7 +15,7 @@ import torch
 from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, Pending, until_done
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.reduction import ReduceOp
+from spark_elastic.collective.operators import ReduceOp
 from spark_elastic.errors import UsageError
 
 # --- handles ----------------------------------------------------------------------------------------

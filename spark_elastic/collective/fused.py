@@ -15,10 +15,7 @@ import torch
 
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.process import process
-from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from spark_elastic.collective.reduction import (
+from spark_elastic.collective.operators import (
     Average,
     CastCompressor,
     Compression,
@@ -30,6 +27,9 @@ from spark_elastic.collective.reduction import (
     check_gradient_op,
     scaling_factors,
 )
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from spark_elastic.errors import HorovodInternalError
 
 # --- buckets ----------------------------------------------------------------------------------------

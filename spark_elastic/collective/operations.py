@@ -35,9 +35,9 @@ from spark_elastic.collective.calls import (
 )
 from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, until_done
+from spark_elastic.collective.operators import Average, ReduceOp, Sum, scale_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, scale_
 from spark_elastic.errors import OutsideLoopError, UsageError
 
 __all__ = [

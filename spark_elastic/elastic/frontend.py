@@ -11,8 +11,8 @@ import torch
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.finish import KeptState, LaterLoop, loops, offer_result, result_of
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.membership.topology import StateVersion

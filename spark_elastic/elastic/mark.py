@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
 from spark_elastic.elastic.handlers import Handlers
 from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import UsageError

@@ -17,9 +17,9 @@ import torch
 
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group, as_bytes
+from spark_elastic.collective.operators import Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import global_process_set
-from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import HorovodInternalError, OutsideLoopError
 
 ALIGNMENT_BYTES = 64

@@ -18,7 +18,7 @@ import tensorflow as tf
 import torch
 from tensorflow.errors import FailedPreconditionError, InvalidArgumentError
 
-from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor
+from spark_elastic.collective.operators import CastCompressor, Compressor, NoneCompressor
 from spark_elastic.errors import (
     HorovodInternalError,
     MismatchError,
