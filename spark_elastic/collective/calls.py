@@ -22,11 +22,13 @@ from spark_elastic.errors import UsageError
 
 
 class Handle:
-    """A collective that was called. Each call of `wait` returns its result or raises its error.
+    """A collective that was called. Each call of `wait`, or of the handle, returns its result or raises its error.
 
-    It has the members (None: a world of one), the operations of Gloo, NCCL or shared memory that were launched for it,
-    and the function that makes its result once they are complete; or the pending call, which has both once the members
-    have agreed.
+    Args:
+        group: the members; None: a world of one.
+        works: the operations of Gloo, NCCL or shared memory that were launched for it.
+        finish: makes the result once they are complete.
+        pending: the queued call, which has `works` and `finish` once the members have agreed.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
@@ -45,6 +47,9 @@ class Handle:
         self._result: Any = None
         self._error: Exception | None = None
 
+    def __call__(self) -> Any:
+        return self.wait()
+
     @in_one_thread
     def done(self) -> bool:
         if self._pending is not None:
@@ -62,7 +67,7 @@ class Handle:
             self._launch()
             while self._works:
                 assert self._group is not None
-                self._group.negotiation.serve_others(self._works[0])
+                self._group.negotiation.serve(self._works[0].is_completed)
                 self._group.wait(self._works[0])
                 del self._works[0]
             if self._finish is not None:
@@ -83,16 +88,6 @@ class Handle:
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._works, self._finish, self._pending = [], None, None
-
-
-class SparseHandle(Handle):
-    """A `Handle` that can be called for its result; Horovod returns a function in its place."""
-
-    __slots__ = ()
-
-    def __call__(self) -> torch.Tensor:
-        result: torch.Tensor = self.wait()
-        return result
 
 
 def poll(handle: Handle) -> bool:
@@ -122,14 +117,13 @@ def queue_call(
     name: str | None,
     description: str,
     launch: Callable[[Group], Launched | Launching],
-    handle: type[Handle] = Handle,
 ) -> Handle:
-    """Queue a collective for comparison with the other members' calls; return its handle, of the class `handle`.
+    """Queue a collective for comparison with the other members' calls; return its handle.
 
     Calls are matched by the user's `name`, or in their order if it is None. `description`, with types, shapes and
     settings, must be the same on all members. `launch` is a generator if it waits for other exchanges first.
     """
-    return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
+    return Handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
 
 
 def refuse_call(group: Group | None, kind: str, name: str | None, error: UsageError) -> UsageError:
@@ -181,7 +175,8 @@ def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
     most = max(rows)
     if most * tensor.shape[1:].numel() == 0:
         return [], lambda: tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    sent = tensor if tensor.shape[0] == most else _padded(tensor, most)
+    missing = most - tensor.shape[0]
+    sent = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
     out = tensor.new_empty((group.size, most, *tensor.shape[1:]))
     work = group.allgather(as_bytes(out), as_bytes(sent))
 
@@ -191,9 +186,3 @@ def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
         return torch.cat([out[rank, :count] for rank, count in enumerate(rows)])
 
     return [work], finish
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    out = tensor.new_zeros((rows, *tensor.shape[1:]))
-    out[: tensor.shape[0]] = tensor
-    return out

@@ -89,7 +89,7 @@ class Group:
 
         `fill` writes this member's contribution; None: it is in `tensor`.
         """
-        self._settle()
+        self.negotiation.settle()
         way = reduce.choose(self.ways, tensor, op)
         if way is None:
             if fill is not None:
@@ -104,7 +104,7 @@ class Group:
         """Launch a broadcast of the tensor of rank `root`."""
         if reduce.is_on_gpu(tensor):
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
-        self._settle()
+        self.negotiation.settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
         return (self.ways.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
@@ -116,7 +116,7 @@ class Group:
         """Launch an all-gather of tensors of equal size; `out` receives them in rank order."""
         if reduce.is_on_gpu(out, tensor):
             return launch_staged(self.allgather, out, tensor)
-        self._settle()
+        self.negotiation.settle()
         self.log.launched("allgather", tensor, None)
         return self.gloo.launch("_allgather_base", out, tensor)
 
@@ -125,7 +125,7 @@ class Group:
         """Launch an all-to-all. `received` and `sent` count the rows from and to each member."""
         if reduce.is_on_gpu(out, tensor):
             return launch_staged(lambda out, tensor: self.alltoall(out, tensor, received, sent), out, tensor)
-        self._settle()
+        self.negotiation.settle()
         self.log.launched("alltoall", tensor, None)
         return self.gloo.launch("alltoall_base", out, tensor, received, sent)
 
@@ -136,14 +136,9 @@ class Group:
         everyone = sent.new_empty((self.size, sent.numel()))
         work = self.gloo.launch("_allgather_base", everyone.view(-1), sent)
         if serve:
-            self.negotiation.serve_others(work)
+            self.negotiation.serve(work.is_completed)
         self.wait(work)
         return [row.numpy().tobytes() for row in everyone]
-
-    def _settle(self) -> None:
-        """Launch the queued collectives first; see `Negotiation.settle`."""
-        if self.negotiation.is_due:
-            self.negotiation.settle()
 
     @in_one_thread
     def wait(self, work: Any) -> None:

@@ -81,26 +81,17 @@ class Pending:
     launched: Launched | None = None
     error: Exception | None = None
 
-    @property
-    def is_settled(self) -> bool:
-        return self.launched is not None or self.error is not None
-
     def message(self) -> list[str]:
         """Return the part that is sent to the other members."""
         return [self.key, self.kind, self.description, self.problem]
 
     def start(self) -> Generator[Any, None, None]:
         """Launch it, yielding what that waits for; an error is kept and raised to the waiting caller."""
-        launch, self.launch = self.launch, None
         try:
-            launched = ((), lambda: None) if launch is None else launch()
+            launched = ((), lambda: None) if self.launch is None else self.launch()
             self.launched = (yield from launched) if isinstance(launched, Generator) else launched
         except Exception as error:
             self.error = error
-
-    def fail(self, error: Exception) -> None:
-        self.launch = None
-        self.error = error
 
 
 def until_done(group: Members, work: Any) -> Generator[Any, None, None]:
@@ -141,11 +132,6 @@ class Negotiation:
         self._waiting = False
         """True while the caller waits for one of the queued collectives."""
 
-    @property
-    def is_due(self) -> bool:
-        """True if a queued collective has to be launched before the next one that is not queued."""
-        return bool(self._queue) and not self._busy
-
     @in_one_thread
     def queue(
         self,
@@ -181,41 +167,51 @@ class Negotiation:
             MismatchError: they have called another collective, or this one with another description.
             HorovodInternalError: a peer is gone.
         """
-        while not pending.is_settled:
+        while pending.launched is None and pending.error is None:
             if pending.key not in self._queue:
                 self._group.check_alive()
                 raise AssertionError(f"{pending.key} was never launched")
             self._compare()
-        if pending.error is not None:
+        if pending.launched is None:
+            assert pending.error is not None
             raise pending.error
-        assert pending.launched is not None
         return pending.launched
 
     @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
-        while self._queue:
+        while self._queue and not self._busy:
             waiting = list(self._queue.values())
             self._compare()
             for pending in waiting:
                 if isinstance(pending.error, SparkElasticError):
                     raise pending.error
 
-    def serve_others(self, work: Any) -> None:
-        """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
+    def serve(self, is_over: Callable[[], bool], start: bool = False) -> None:
+        """Complete the comparisons that were begun for other groups, before this member blocks, until `is_over()`.
 
         The other members of those groups then launch the compared collectives. They need slots in shared memory that
-        are free only once this member has launched the same collectives, and they come to `work` only after that.
+        are free only once this member has launched the same collectives, and only then do they come to what this
+        member waits for. If `start`, begin comparisons, too, until nothing is queued in another group.
         """
-        self.serve_begun(work.is_completed)
-
-    def serve_begun(self, is_over: Callable[[], bool]) -> None:
-        """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
-        self._serve(is_over, lambda other: other._comparison is not None, start=False)
-
-    def serve_until(self, is_over: Callable[[], bool]) -> None:
-        """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
-        self._serve(is_over, lambda other: bool(other._queue), start=True)
+        began, stalled = clock.monotonic(), False
+        try:
+            while True:
+                others = [each for each in _in_use if each is not self and (each._queue if start else each._comparison)]
+                if not others or is_over():
+                    return
+                self._group.check_alive()
+                for other in others:
+                    if start:
+                        other._start()
+                    other._is_over()
+                if not stalled and clock.monotonic() - began > STALL_S:
+                    stalled = True
+                    self._group.report_stall(True)
+                time.sleep(_PAUSE_S)
+        finally:
+            if stalled:
+                self._group.report_stall(False)
 
     def reset_numbers(self) -> None:
         """Restart the numbering of calls without a name, when no member has a call in progress."""
@@ -232,7 +228,7 @@ class Negotiation:
         self._waiting = True
         try:
             self._start()
-            self.serve_until(self._is_over)
+            self.serve(self._is_over, start=True)
             while self._comparison is not None:
                 self._continue()
         finally:
@@ -281,28 +277,6 @@ class Negotiation:
             yield from pending.start()
             del self._queue[pending.key]
 
-    def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], start: bool) -> None:
-        """Compare the queues of the other groups for which `needs` returns True, because their members may wait.
-
-        Return when `is_over()` returns True, or when no group needs it. If `start` is False, only complete comparisons
-        that are in progress.
-        """
-        began, stalled = clock.monotonic(), False
-        try:
-            while (others := [other for other in _in_use if other is not self and needs(other)]) and not is_over():
-                self._group.check_alive()
-                for other in others:
-                    if start:
-                        other._start()
-                    other._is_over()
-                if not stalled and clock.monotonic() - began > STALL_S:
-                    stalled = True
-                    self._group.report_stall(True)
-                time.sleep(_PAUSE_S)
-        finally:
-            if stalled:
-                self._group.report_stall(False)
-
     def _exchange_queues(self, queued: list[Pending]) -> Generator[Any, None, dict[int, _MemberQueue]]:
         """Return the members' queues, by rank in the group, without the ranks that have joined."""
         group = self._group
@@ -341,7 +315,7 @@ class Negotiation:
             else:
                 agreed.append(self._queue[key])
                 continue
-            self._queue.pop(key).fail(MismatchError(error))
+            self._queue.pop(key).error = MismatchError(error)
         return agreed
 
     def _fail_all(self, members: dict[int, _MemberQueue]) -> None:
@@ -351,7 +325,7 @@ class Negotiation:
             + "; call the same ones, with the same names and in the same order, on all ranks"
         )
         for pending in self._queue.values():
-            pending.fail(error)
+            pending.error = error
         self._queue.clear()
         for member in members.values():
             for kind, number in member.numbers.items():

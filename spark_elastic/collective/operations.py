@@ -87,7 +87,7 @@ def allgather_async(
     The size of the first dimension may differ between members, the others may not. A scalar counts as one row.
     """
     group = process_set.group()
-    plain = _with_rows(tensor)
+    plain = torch.atleast_1d(tensor.detach()).contiguous()
     if group is None:
         return Handle(None, [], plain.clone)
     description = describe_tensor(plain, rows=False)
@@ -99,7 +99,7 @@ def grouped_allgather_async(
 ) -> Handle:
     """Gather several tensors, each as `allgather_async` does; the handle's result is a list."""
     group = process_set.group()
-    plain = [_with_rows(tensor) for tensor in tensors]
+    plain = [torch.atleast_1d(tensor.detach()).contiguous() for tensor in tensors]
     if group is None:
         return Handle(None, [], lambda: [tensor.clone() for tensor in plain])
 
@@ -111,11 +111,6 @@ def grouped_allgather_async(
 
     description = "; ".join(describe_tensor(tensor, rows=False) for tensor in plain)
     return queue_call(group, "grouped_allgather", name, description, launch)
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    return (plain.reshape(1) if plain.dim() == 0 else plain).contiguous()
 
 
 def broadcast_async_(
@@ -283,8 +278,11 @@ def _reducescatter(
     group = process_set.group()
     plain = [tensor.detach().contiguous() for tensor in tensors]
     try:
-        for tensor in plain:
-            _check_scatter(tensor, op)
+        _ = op.gloo  # refuses Adasum
+        if op not in (Average, Sum):
+            raise UsageError(f"reducescatter supports op=hvd.Average and op=hvd.Sum, not {op}")
+        if any(tensor.dim() == 0 for tensor in plain):
+            raise UsageError("reducescatter needs a tensor with rows, not a scalar")
     except UsageError as error:
         raise refuse_call(group, "reducescatter", name, error) from None
     if group is None:
@@ -297,14 +295,6 @@ def _reducescatter(
 
     description = describe_reduction(plain, op, prescale, postscale)
     return queue_call(group, "reducescatter", name, description, launch)
-
-
-def _check_scatter(tensor: torch.Tensor, op: ReduceOp) -> None:
-    _ = op.gloo
-    if op not in (Average, Sum):
-        raise UsageError(f"reducescatter supports op=hvd.Average and op=hvd.Sum, not {op}")
-    if tensor.dim() == 0:
-        raise UsageError("reducescatter needs a tensor with rows, not a scalar")
 
 
 def _start_reducescatter(group: Group, plain: torch.Tensor, before: float, after: float) -> Launched:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.one_thread import in_one_thread
@@ -17,10 +17,17 @@ from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
-if TYPE_CHECKING:
-    from spark_elastic.collective.process_sets import ProcessSet
-
 log = logging.getLogger("spark_elastic.collective")
+
+
+class ChosenRanks(Protocol):
+    """A set of chosen ranks, such as a `process_sets.ProcessSet`."""
+
+    ends_with_world: bool
+    """It was added inside of the elastic loop, and is removed with the present world."""
+
+    @property
+    def ranks(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +72,19 @@ class Process:
         self.update_agreed: bool | None = None
         """Since the last check, a reduction has reported a coming world (True) or none (False); None: no reduction."""
         self._groups: dict[str, Group | None] = {}
-        for chosen in getattr(self, "sets", {}).values():
-            chosen.process_set_id = None
-        self.sets: dict[int, ProcessSet] = {}
+        self.sets: dict[int, ChosenRanks] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
         self._cut: tuple[int, str] = (0, "")
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
-    def init(self, sets: Sequence[ProcessSet] = ()) -> None:
+    def init(self, sets: Iterable[ChosenRanks] = ()) -> None:
         """Register the process sets, and take a position in the world unless this process has one; see `init` below."""
         if self.position is not None and not self.provisional:
             return
         for chosen in sets:
-            if chosen.process_set_id is None:
-                self.register(chosen)
+            self.register(chosen)
         if self.position is not None:
             return
         self.link = worker_link.current()
@@ -89,18 +93,17 @@ class Process:
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
-        if self.called_again and not isinstance(answer, ProvisionalPosition):
-            self._take_position(answer)  # that world is over; the loop joins the next
-            self.awaits_loop = True
-            return
         if isinstance(answer, ProvisionalPosition):
             self._set_position(Position(rank=answer.rank, size=answer.size))
-            return
-        try:
-            self.adopt(answer)
-        except HorovodInternalError as error:  # a member was lost at once, before anything was computed
-            log.info("round %d broke before it was connected: %s", answer.world.round, error)
-            self.join_next(None, 0)
+        elif self.called_again:
+            self._take_position(answer)  # that world is over; the loop joins the next
+            self.awaits_loop = True
+        else:
+            try:
+                self.adopt(answer)
+            except HorovodInternalError as error:  # a member was lost at once, before anything was computed
+                log.info("round %d broke before it was connected: %s", answer.world.round, error)
+                self.join_next(None, 0)
 
     def join_next(self, version: StateVersion | None, loop: int) -> bool:
         """Leave the present world, and wait until a later one is connected.
@@ -190,25 +193,24 @@ class Process:
 
     # --- sets of chosen ranks -----------------------------------------------------------------
 
-    def register(self, chosen: ProcessSet) -> None:
-        """Give the set an id, which makes it usable."""
-        chosen.process_set_id = self._next_set
-        self.sets[self._next_set] = chosen
-        self._next_set += 1
+    def register(self, chosen: ChosenRanks) -> None:
+        """Give the set an id, which makes it usable, unless it has one."""
+        if self.id_of(chosen) is None:
+            self.sets[self._next_set] = chosen
+            self._next_set += 1
 
-    def unregister(self, chosen: ProcessSet) -> None:
+    def id_of(self, chosen: ChosenRanks) -> int | None:
+        """Return the id of a set of chosen ranks; None if it is not in use."""
+        return next((number for number, known in self.sets.items() if known is chosen), None)
+
+    def unregister(self, chosen: ChosenRanks) -> None:
         """Take the set's id away, and close its group unless another set has the same members."""
-        number, chosen.process_set_id = chosen.process_set_id, None
-        if number is not None:
-            del self.sets[number]
-        in_use = {_name_of(ranks, self.require().size) for ranks in self._ranks_of_sets()}
+        self.sets = {number: known for number, known in self.sets.items() if known is not chosen}
+        in_use = {name_of_group(known.ranks, self.require().size) for known in self.sets.values()}
         for name in [name for name in self._groups if name.startswith(_SET) and name not in in_use]:
             group = self._groups.pop(name)
             if group is not None:
                 group.close()
-
-    def _ranks_of_sets(self) -> list[list[int]]:
-        return [chosen.ranks for chosen in self.sets.values()]
 
     def ranks_of(self, name: str) -> list[int]:
         """Return the ranks of a group that exists in every world: "global", "local" or "cross"."""
@@ -305,7 +307,7 @@ class Process:
         times = times + 1 if last_round == world.round else 1
         self._connections[name] = world.round, times
         key = f"{name}/{members[0].rank}" if name in ("local", "cross") else name
-        note = "; ".join(map(str, self._ranks_of_sets())) if name == "global" else ""
+        note = "; ".join(str(chosen.ranks) for chosen in self.sets.values()) if name == "global" else ""
 
         def made(group: Group) -> None:
             self._groups[name] = group
@@ -331,7 +333,7 @@ class Process:
 _SET = "set "
 
 
-def _name_of(ranks: Sequence[int], size: int) -> str:
+def name_of_group(ranks: Sequence[int], size: int) -> str:
     """Return the name of the group of a set with these ranks, in a world of this size."""
     return _SET + ",".join(str(rank) for rank in ranks if rank < size)
 
@@ -340,7 +342,7 @@ process = Process()
 atexit.register(process.leave)
 
 
-def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
+def init(comm: Any = None, process_sets: str | Iterable[ChosenRanks] | None = None, **kwargs: object) -> None:
     """Join the job that this process was started for, or a world of one outside of a job. Repeats do nothing.
 
     In a job that is already running, the position is provisional until the elastic loop is entered.
@@ -350,8 +352,7 @@ def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = Non
         process_sets: sets of chosen ranks to add, the same on all ranks.
         **kwargs: other arguments of Horovod; ignored.
     """
-    chosen = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
-    process.init(chosen)
+    process.init(() if process_sets is None or isinstance(process_sets, str) else process_sets)
 
 
 def shutdown() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.process import process
+from spark_elastic.collective.process import name_of_group, process
 from spark_elastic.errors import MismatchError, UsageError
 
 Rule = Callable[[int], Iterable[int]]
@@ -33,10 +33,14 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int] | Rule) -> None:
-        self.process_set_id: int | None = None
         self.ends_with_world = False
         self._rule: Rule | None = ranks if callable(ranks) else None
         self._ranks = () if callable(ranks) else _checked(ranks)
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The number of the set; None if it is not in use."""
+        return process.id_of(self)
 
     @property
     def ranks(self) -> list[int]:
@@ -77,7 +81,7 @@ class ProcessSet:
                 f"ranks began this world with different process sets: {shown}; add the same sets before the elastic "
                 "loop on all ranks, a newcomer's too"
             )
-        return process.group("set " + ",".join(map(str, members)), members)
+        return process.group(name_of_group(members, position.size), members)
 
     def size(self) -> int:
         """Return the number of processes in the set; 1 in a newcomer before the elastic loop."""
@@ -129,7 +133,11 @@ class StandingSet(ProcessSet):
     def __init__(self, name: str) -> None:
         super().__init__([])
         self.name = name
-        self.process_set_id = 0 if name == "global" else None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """0 for the world, as with Horovod; None for the other sets that exist in every world."""
+        return 0 if self.name == "global" else None
 
     @property
     def ranks(self) -> list[int]:

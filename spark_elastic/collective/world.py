@@ -63,7 +63,7 @@ def connect(
         made(group)
         if not name.startswith("global"):
             _wait_for_all(link, group)
-        group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve_begun)
+        group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve)
         group.notes = store.notes
         if len(set(store.kinds)) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
@@ -113,7 +113,7 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     link.blocked(True)
     try:
         threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
-        group.negotiation.serve_until(all_are_here.done)
+        group.negotiation.serve(all_are_here.done, start=True)
         all_are_here.result()
     except HorovodInternalError as error:
         waited_s = clock.monotonic() - start
