@@ -335,16 +335,14 @@ class FusedReduction:
         """
         try:
             group = self._process_set.group() if self._process_set.included() else None
-            if group is None:
-                if self._process_set is global_process_set:
-                    process.saw_update(process.update_pending)
-                results = list(tensors)
-            else:
-                results = self._reduce(group, tensors, scalars, comparison)
+            if group is not None:
+                return self._reduce(group, tensors, scalars, comparison)
         except HorovodInternalError:
             self._sets = []  # what is in flight keeps its own
             raise
-        return results
+        if self._process_set is global_process_set:
+            process.saw_update(process.update_pending)
+        return list(tensors)
 
     def _reduce(
         self,
@@ -369,8 +367,8 @@ class FusedReduction:
                 bucket.piggyback.copy_(scalars)
             bucket.scale(self._op, self._predivide, group.size)
             works.append(bucket.send(group, Sum.gloo, [tensors[index] for index in part]))
-        with_piggyback = bool(buckets) and buckets[-1].piggyback is not None
-        alone = group.allreduce(scalars, Sum.gloo) if scalars is not None and not with_piggyback else None
+        piggyback = buckets[-1].piggyback if buckets else None
+        alone = group.allreduce(scalars, Sum.gloo) if scalars is not None and piggyback is None else None
         results = list(tensors)
         for bucket, part, work in zip(buckets, self._parts, works, strict=True):
             group.wait(work)
@@ -381,14 +379,11 @@ class FusedReduction:
                 results[index] = view.detach()  # counted as a use of the memory for as long as it exists
         if alone is not None:
             group.wait(alone)
-        elif scalars is not None:
-            piggyback = buckets[-1].piggyback
-            assert piggyback is not None
+        elif scalars is not None and piggyback is not None:
             scalars.copy_(piggyback / buckets[-1].after)
-        if buckets:
+        if buckets and self._process_set is global_process_set:
             assert buckets[-1].flags is not None
-            if self._process_set is global_process_set:
-                process.saw_update(bool(buckets[-1].flags.item()))
+            process.saw_update(bool(buckets[-1].flags.item()))
         return results
 
     def _plan(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None) -> None:

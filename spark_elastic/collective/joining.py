@@ -39,18 +39,17 @@ class CollectiveLog:
         self._name = group
         self.joins = 0
         """The number of joins that all ranks have completed in this round; part of every key."""
-        self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
+        self._last: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=64)
         self._publishing = False
         self._asking = False
 
     def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
         """Record the launch of a collective. It is called for each of them, so it must cost almost nothing."""
-        kind = (tensor.dtype, tensor.numel(), tensor.device.type)
-        entry = (self.count, {"name": name, "tensor": kind, "argument": argument})
-        self._last.append(entry)
+        number, call = self.count, (name, tensor.dtype, tensor.numel(), tensor.device.type, argument)
+        self._last.append((number, call))
         self.count += 1
         if self._publishing:  # read after the entry is in the list, see `_ask`
-            self._publish(*entry)
+            self._publish(number, call)
 
     def stalled(self) -> None:
         """Start to ask the driver for a rank that has joined, since a collective takes long; repeats do nothing."""
@@ -65,16 +64,14 @@ class CollectiveLog:
                 return
             self._publishing = True
             # the launching thread publishes collectives from here on; the earlier ones are in the list
-            for number, entry in list(self._last):
+            for number, call in list(self._last):
                 if number >= int(since):
-                    self._publish(number, entry)
+                    self._publish(number, call)
         except (SparkElasticError, TimeoutError):  # the round is over
             return
 
-    def _publish(self, number: int, entry: dict[str, Any]) -> None:
-        dtype, count, device = entry["tensor"]
-        argument = entry["argument"] if isinstance(entry["argument"], int) else str(entry["argument"])
-        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "device": device, "argument": argument}
+    def _publish(self, number: int, call: tuple[Any, ...]) -> None:
+        plain = [part if isinstance(part, int) else str(part) for part in call]
         self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
@@ -101,7 +98,7 @@ class CollectiveLog:
             call = self._link.kv_get(self._round, self._key(self.count), FOREVER_S)
             if call == _END:
                 break
-            _contribute_neutral(group, json.loads(call))
+            _contribute_neutral(group, *json.loads(call))
         waits.join()
         if not counts:  # the round has ended between the end mark and the others' counts
             raise HorovodInternalError(f"round {self._round} ended while its ranks were in hvd.join()")
@@ -119,23 +116,22 @@ class CollectiveLog:
             return
 
 
-def _contribute_neutral(group: Members, call: dict[str, Any]) -> None:
-    """Take part in one collective of the others with neutral values."""
-    dtype = getattr(torch, call["dtype"].removeprefix("torch."))
-    if call["name"] == "allreduce":
-        operator = getattr(dist.ReduceOp, call["argument"].rsplit(".", 1)[-1])
+def _contribute_neutral(group: Members, name: str, type_name: str, count: int, device: str, argument: Any) -> None:
+    """Take part in one collective of the others, see `CollectiveLog.launched`, with neutral values."""
+    dtype = getattr(torch, type_name.removeprefix("torch."))
+    if name == "allreduce":
+        operator = getattr(dist.ReduceOp, argument.rsplit(".", 1)[-1])
         # on the same kind of device: it decides which backend reduces the tensor
-        neutral = _neutral(call["argument"], dtype)
-        tensor = torch.full((call["count"],), neutral, dtype=dtype, device=call["device"])
+        tensor = torch.full((count,), _neutral(argument, dtype), dtype=dtype, device=device)
         group.wait(group.allreduce(tensor, operator))
-    elif call["name"] == "allgather":
-        tensor = torch.zeros(call["count"], dtype=dtype, device="cpu")
-        group.wait(group.allgather(tensor.new_empty(call["count"] * group.size), tensor))
-    elif call["name"] == "broadcast" and call["argument"] != group.rank:
-        group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype, device="cpu"), call["argument"]))
+    elif name == "allgather":
+        tensor = torch.zeros(count, dtype=dtype, device="cpu")
+        group.wait(group.allgather(tensor.new_empty(count * group.size), tensor))
+    elif name == "broadcast" and argument != group.rank:
+        group.wait(group.broadcast(torch.empty(count, dtype=dtype, device="cpu"), argument))
     else:
         raise UsageError(
-            f"another rank has called {call['name']}, in which a rank that waits in hvd.join() cannot take part; "
+            f"another rank has called {name}, in which a rank that waits in hvd.join() cannot take part; "
             "while a rank has joined, only allreduce, allgather and broadcast from a rank that has not joined are "
             "possible"
         )

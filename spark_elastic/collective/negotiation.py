@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,6 @@ _PAUSE_S = 1e-4
 class Pending:
     """A collective that was called and is not launched yet."""
 
-    kind: str
-    """The name of the collective."""
     key: str
     """The user's name for the call; without one, its number among the calls of this collective without a name."""
     description: str
@@ -80,10 +78,6 @@ class Pending:
     """True once all members are known to have the same detail; all members get the same answer."""
     launched: Launched | None = None
     error: Exception | None = None
-
-    def message(self) -> list[str]:
-        """Return the part that is sent to the other members."""
-        return [self.key, self.kind, self.description, self.problem]
 
     def start(self) -> Generator[Any, None, None]:
         """Launch it, yielding what that waits for; an error is kept and raised to the waiting caller."""
@@ -154,7 +148,7 @@ class Negotiation:
             key = f"{kind} named {name!r}"
         if key in self._queue:
             raise UsageError(f"{key} is under way already; synchronize it first, or give the second another name")
-        pending = Pending(kind, key, description, problem, launch, detail)
+        pending = Pending(key, description, problem, launch, detail)
         self._queue[key] = pending
         _in_use.add(self)
         return pending
@@ -261,7 +255,8 @@ class Negotiation:
     def _steps(self) -> Generator[Any, None, None]:
         """Compare the queues, and launch the collectives that all members have queued alike, one after another."""
         queued = list(self._queue.values())
-        what = _fingerprint(json.dumps([pending.message() for pending in queued]))
+        mine = {pending.key: (pending.description, pending.problem) for pending in queued}
+        what = _fingerprint(json.dumps(mine))
         detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
         # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
         token = torch.tensor([what, -what, detail, -detail], device="cpu")
@@ -272,16 +267,15 @@ class Negotiation:
                 pending.alike = most_detail == -least_detail
             agreed = queued
         else:
-            agreed = self._resolve((yield from self._exchange_queues(queued)))
+            agreed = self._resolve((yield from self._exchange_queues(mine)))
         for pending in agreed:
             yield from pending.start()
             del self._queue[pending.key]
 
-    def _exchange_queues(self, queued: list[Pending]) -> Generator[Any, None, dict[int, _MemberQueue]]:
+    def _exchange_queues(self, queue: dict[str, tuple[str, str]]) -> Generator[Any, None, dict[int, _MemberQueue]]:
         """Return the members' queues, by rank in the group, without the ranks that have joined."""
         group = self._group
-        entries = [pending.message() for pending in queued]
-        mine = json.dumps({"waits": self._waiting, "numbers": self._numbers, "queue": entries}).encode()
+        mine = json.dumps(_MemberQueue(self._waiting, self._numbers, queue)).encode()
         sizes = torch.empty(group.size, dtype=torch.int64, device="cpu")
         yield from until_done(group, group.allgather(sizes, torch.tensor([len(mine)], device="cpu")))
         longest = int(sizes.max())
@@ -291,7 +285,7 @@ class Negotiation:
         everyone = sent.new_empty((group.size, longest))
         yield from until_done(group, group.allgather(everyone.view(-1), sent))
         return {
-            rank: _MemberQueue(json.loads(row.numpy().tobytes()[:size]))
+            rank: _MemberQueue(*json.loads(row.numpy().tobytes()[:size]))
             for rank, (row, size) in enumerate(zip(everyone, sizes.tolist(), strict=True))
             if size
         }
@@ -306,11 +300,12 @@ class Negotiation:
         agreed = []
         for key in common:
             entries = {rank: queue[key] for rank, queue in queues.items()}
-            refused = {rank: entry[3] for rank, entry in entries.items() if entry[3]}
+            refused = {rank: problem for rank, (_, problem) in entries.items() if problem}
+            descriptions = {rank: description for rank, (description, _) in entries.items()}
             if refused:
                 error = f"{key} cannot be done: {self._by_rank(refused)}"
-            elif len({entry[2] for entry in entries.values()}) > 1:
-                shown = self._by_rank({rank: entry[2] for rank, entry in entries.items()})
+            elif len(set(descriptions.values())) > 1:
+                shown = self._by_rank(descriptions)
                 error = f"ranks call {key} differently: {shown}; types, shapes and settings must be the same"
             else:
                 agreed.append(self._queue[key])
@@ -321,7 +316,7 @@ class Negotiation:
     def _fail_all(self, members: dict[int, _MemberQueue]) -> None:
         error = MismatchError(
             "ranks wait for collectives that other ranks do not call: "
-            + self._by_rank({rank: "; ".join(map(_shown, each.queue.values())) for rank, each in members.items()})
+            + self._by_rank({rank: each.shown() for rank, each in members.items()})
             + "; call the same ones, with the same names and in the same order, on all ranks"
         )
         for pending in self._queue.values():
@@ -345,13 +340,15 @@ class Negotiation:
         return ", ".join(shown) + (f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else "")
 
 
-class _MemberQueue:
-    """A member's queue by key, with its numbering; `waits` is True if it waits for one of the queued collectives."""
+class _MemberQueue(NamedTuple):
+    """A member's queue: description and problem of each call, by key; `waits`: it waits for one of them."""
 
-    def __init__(self, message: dict[str, Any]) -> None:
-        self.waits: bool = message["waits"]
-        self.numbers: dict[str, int] = message["numbers"]
-        self.queue: dict[str, list[str]] = {entry[0]: entry for entry in message["queue"]}
+    waits: bool
+    numbers: dict[str, int]
+    queue: dict[str, tuple[str, str]]
+
+    def shown(self) -> str:
+        return "; ".join(f"{key} ({about})" if about else key for key, (about, _) in self.queue.items())
 
 
 _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
@@ -360,10 +357,6 @@ _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
 
 def _fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
-
-
-def _shown(entry: list[str]) -> str:
-    return f"{entry[0]} ({entry[2]})" if entry[2] else entry[0]
 
 
 def _excerpt(text: str, start: int) -> str:

@@ -45,11 +45,7 @@ def gloo_built(verbose: bool = False) -> bool:
     return True
 
 
-def gloo_enabled() -> bool:
-    """Return True: collectives run over torch's Gloo."""
-    return True
-
-
+gloo_enabled = gloo_built
 mpi_threads_supported = mpi_enabled = mpi_built = _no
 """Return False: there is no MPI here."""
 ddl_built = ccl_built = _no

@@ -6,6 +6,7 @@ It is not the default group of `torch.distributed`, so users may have groups of 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,28 +40,10 @@ _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
 
-_CONNECTION_WORDS = (
-    "connection",
-    "timed out",
-    "timeout",
-    "socket",
-    "broken pipe",
-    "reset by peer",
-    "closed",
-    "connect",
-    "network",
-    "pair.cc",
-    "unbound_buffer",
+_CONNECTION_ERROR = re.compile(
+    r"connect|timed out|timeout|socket|broken pipe|reset by peer|closed|network|pair\.cc|unbound_buffer", re.IGNORECASE
 )
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
-
-    Gloo raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
-    """
-    text = str(error).lower()
-    return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
+"""Gloo's error if a peer is gone. It raises a plain RuntimeError, too, if the call was wrong: "enforce fail"."""
 
 
 class GlooCollectives:
@@ -115,7 +98,9 @@ class GlooCollectives:
         with self._lock:
             self._abandoned = self._owner.why is not None or self._failure is not None
         if self._abandoned:
-            give_up_device(addresses[self._owner.rank])
+            # another device from now on: members of a world may be connected to this one, or connect
+            if (device := _devices.pop(addresses[self._owner.rank], None)) is not None:
+                graveyard.bury(device)
             failure, self._failure = self._failure, None
             why = self._owner.why or failure
             raise HorovodInternalError(
@@ -207,20 +192,17 @@ class GlooCollectives:
         """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         try:
             if not has_ended(work, _STALL):
-                self._wait_on(work)
+                self._owner.report_stall(True)
+                try:
+                    while not has_ended(work, _SLICE):
+                        if clock.monotonic() - self._cut_at > GRACE_S:  # see `shutdown`
+                            self._owner.check_alive()
+                finally:
+                    self._owner.report_stall(False)
         except Exception as error:
             raise self._translate(error) from error
         finally:
             self._in_flight.discard(work)
-
-    def _wait_on(self, work: dist.Work) -> None:
-        self._owner.report_stall(True)
-        try:
-            while not has_ended(work, _SLICE):
-                if clock.monotonic() - self._cut_at > GRACE_S:  # see `shutdown`
-                    self._owner.check_alive()
-        finally:
-            self._owner.report_stall(False)
 
     def _translate(self, error: Exception) -> Exception:
         """Return the exception to raise for an error of a collective."""
@@ -230,7 +212,8 @@ class GlooCollectives:
             self._owner.check_alive()
         except HorovodInternalError as over:
             return over
-        if isinstance(error, RuntimeError) and is_connection_error(error):
+        text = str(error)
+        if isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(text) and "enforce fail" not in text.lower():
             return HorovodInternalError(f"a collective failed: {error}")
         return error
 
@@ -248,13 +231,6 @@ def _options(address: str) -> Any:
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 2
     return options
-
-
-def give_up_device(address: str) -> None:
-    """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
-    device = _devices.pop(address, None)
-    if device is not None:
-        graveyard.bury(device)
 
 
 def _keep_devices_in_child() -> None:

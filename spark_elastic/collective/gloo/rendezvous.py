@@ -23,9 +23,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def __init__(self, link: WorkerLink, round: int, prefix: str) -> None:
         super().__init__()
-        self._link = link
-        self._round = round
-        self._prefix = prefix
+        self._link, self._round, self._prefix = link, round, prefix
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -43,9 +41,6 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 def compact(address: bytes) -> str:
@@ -111,6 +106,3 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 
     def check(self, keys: list[str]) -> bool:
         return bool(self.addresses)
-
-    def has_extended_api(self) -> bool:
-        return False

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -97,10 +98,8 @@ class GroupSockets:
         """End every connection: blocked collectives fail. May be called from any thread, repeatedly."""
         with self._lock:
             for duplicate in self._duplicates:
-                try:
+                with suppress(OSError):  # the peer was faster
                     duplicate.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the peer was faster
-                    pass
 
     def close(self) -> None:
         """Close the duplicates; Gloo closes the connections themselves."""
@@ -115,10 +114,8 @@ class GroupSockets:
             os.close(duplicate.detach())
         self._duplicates.clear()
         for descriptor in self.descriptors:
-            try:
+            with suppress(OSError):
                 os.close(descriptor)
-            except OSError:
-                pass
 
 
 def _connection(descriptor: int) -> socket.socket | None:
@@ -183,14 +180,12 @@ class InFlight:
 
     def stuck(self) -> list[dist.Work]:
         """Return the collectives that do not end although the group's connections were shut down."""
-        return [work for work in self._works if not _has_ended_or_failed(work)]
-
-
-def _has_ended_or_failed(work: dist.Work) -> bool:
-    try:
-        return has_ended(work, timedelta(seconds=GRACE_S))
-    except Exception:
-        return True
+        stuck = []
+        for work in self._works:
+            with suppress(Exception):
+                if not has_ended(work, timedelta(seconds=GRACE_S)):
+                    stuck.append(work)
+        return stuck
 
 
 _left_behind: list[tuple[Any, list[dist.Work]]] = []
@@ -255,8 +250,8 @@ class Graveyard:
                 time.sleep(left)
                 continue
             with self._lock:
-                gone = self._groups.popleft() if self._groups else None
-            del gone
+                ended = self._groups.popleft() if self._groups else None
+            del ended
             self._destroyed += 1
             if self._destroyed >= _TRIM_EVERY:
                 self._destroyed = 0

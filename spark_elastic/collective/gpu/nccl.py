@@ -24,11 +24,7 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.gpu.devices import (
-    OLDEST_TORCH_FOR_NCCL,
-    MemberDevice,
-    choose_backend,
-)
+from spark_elastic.collective.gpu.devices import OLDEST_TORCH_FOR_NCCL, MemberDevice, choose_backend
 from spark_elastic.collective.reduce import GLOO, GPU_SPIN_S, STALL_S, Fill, GroupContext, reduction_setting
 from spark_elastic.errors import HorovodInternalError
 
@@ -40,12 +36,8 @@ _BACKEND_TIMEOUT = timedelta(days=20)
 """Above any sensible `stall_timeout`: the driver acts first."""
 _PAUSE_S = 2e-4
 _MESSAGE_BYTES = 1024
-_NCCL_TYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
-    }
-)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NCCL_TYPES = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 MOST_FAILURES = 3
 _failures: list[str] = []
 """NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
@@ -143,8 +135,9 @@ class NcclReductions:
         return self.used and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
 
     def _decide(self, device: torch.device) -> None:
-        mine = json.dumps(member_device(device)._asdict()).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
-        members = [_parse(message) for message in self._owner.exchange(mine)]
+        mine = json.dumps(member_device(device)).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+        answers = map(json.loads, self._owner.exchange(mine))
+        members = [MemberDevice(uuid, (version[0], version[1]), why) for uuid, version, why in answers]
         backend, self.reason = choose_backend(members, reduction_setting())
         if backend == "nccl":
             failure = ""
@@ -301,8 +294,3 @@ def _abort(pg: Any) -> None:
         pg.abort()
     except Exception as error:
         log.warning("could not abort a NCCL communicator: %s", error)
-
-
-def _parse(message: bytes) -> MemberDevice:
-    fields = json.loads(message)
-    return MemberDevice(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))

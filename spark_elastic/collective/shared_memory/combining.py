@@ -28,21 +28,12 @@ def operator_name(op: Any) -> str:
     return str(op).rsplit(".", 1)[-1]
 
 
-def combine_function(op: Any) -> Callable[..., torch.Tensor]:
-    """Return the function that combines two tensors; it takes `out`."""
-    return OPERATORS[operator_name(op)][1]
-
-
-def combinable(tensor: torch.Tensor, op: Any) -> bool:
-    """Return True if this reduction can be computed here; the answer is the same on every member."""
-    return tensor.dtype in DTYPES and tensor.device.type == "cpu" and operator_name(op) in OPERATORS
-
-
-def combine_into(parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
+def combine_into(parts: Sequence[torch.Tensor], out: torch.Tensor, op: Any) -> None:
     """Combine the parts, in order, into `out`, which may be one of the first two of them.
 
     Types of 16 bits are rounded once, at the end.
     """
+    combine = OPERATORS[operator_name(op)][1]
     if len(parts) > 2 and out.dtype in (torch.float16, torch.bfloat16):
         total = parts[0].float()
         for part in parts[1:]:

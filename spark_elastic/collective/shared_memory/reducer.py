@@ -27,8 +27,6 @@ from spark_elastic.collective.reduce import (
 from spark_elastic.collective.shared_memory.combining import (
     DTYPES,
     OPERATORS,
-    combinable,
-    combine_function,
     combine_into,
     operator_name,
 )
@@ -110,23 +108,18 @@ class SpinWait:
         Raises:
             HorovodInternalError: the peer has left or died, or this round's collectives were ended.
         """
-        self._until(peer, counter, target)
+        if peer.counters[counter] < target:
+            self._wait(peer, counter, target)
         fence()
 
-    def _until(self, peer: Peer, counter: int, target: int) -> None:
+    def _wait(self, peer: Peer, counter: int, target: int) -> None:
         counters = peer.counters
-        if counters[counter] >= target:
-            return
         give_up = clock.monotonic() + SPIN_S
         while clock.monotonic() < give_up:
             for _ in range(4):
                 if counters[counter] >= target:
                     return
             os.sched_yield()
-        self._sleep_until(peer, counter, target)
-
-    def _sleep_until(self, peer: Peer, counter: int, target: int) -> None:
-        counters = peer.counters
         address = peer.counter_address(counter)
         nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
         try:
@@ -193,7 +186,7 @@ class SharedMemoryReducer:
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
-        return combinable(tensor, op)
+        return tensor.dtype in DTYPES and operator_name(op) in OPERATORS
 
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
         """Send a contiguous tensor, or the values that `fill` writes; after `wait` the tensor holds the result.
@@ -204,7 +197,8 @@ class SharedMemoryReducer:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> SharedWork:
         """Send the bytes of the root's tensor, shape (bytes,), to all members; see `allreduce`."""
-        return self._launch(tensor, None, root, None if root == self._rank else _nothing)
+        # a member that receives contributes nothing
+        return self._launch(tensor, None, root, None if root == self._rank else lambda out, start: None)
 
     def _launch(self, tensor: torch.Tensor, op: Any, root: int, fill: Fill | None) -> SharedWork:
         flat = tensor.view(-1)
@@ -302,9 +296,10 @@ class SharedMemoryReducer:
         for peer in self._peers:
             self._spin_wait.until(peer, ARRIVED, due)
         if chunk.op is not None:
+            parts = [self._part(chunk, peer) for peer in self._peers]
             # `out` is written after the first two parts were read, so it may be one of those two
-            parts = self._parts(chunk, chunk.out if chunk.in_place and self._rank < 2 else chunk.sent)
-            combine_into(parts, chunk.out, combine_function(chunk.op))
+            parts.insert(self._rank, chunk.out if chunk.in_place and self._rank < 2 else chunk.sent)
+            combine_into(parts, chunk.out, chunk.op)
         elif chunk.root != self._rank:
             sender = next(peer for peer in self._peers if peer.rank == chunk.root)
             chunk.out.copy_(self._part(chunk, sender))
@@ -312,13 +307,8 @@ class SharedMemoryReducer:
         self._consumed = chunk.number + 1
         self._own.announce(CONSUMED, due)
 
-    def _parts(self, chunk: Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's contribution, in rank order. Raise UsageError if members reduce different tensors."""
-        parts = [self._part(chunk, peer) for peer in self._peers]
-        parts.insert(self._rank, mine)
-        return parts
-
     def _part(self, chunk: Chunk, peer: Peer) -> torch.Tensor:
+        """Return the peer's contribution. Raise UsageError if it reduces another tensor."""
         at = TABLE + 2 * (chunk.number % DEPTH)
         code = peer.counters[at + 1]
         if code != chunk.code:
@@ -336,7 +326,3 @@ class SharedMemoryReducer:
                 self._views.clear()
             found = self._views[key] = segment.view(offset, _chunk_bytes(code), dtype)
         return found
-
-
-def _nothing(out: torch.Tensor, start: int) -> None:
-    """Write nothing: a member that receives a broadcast contributes nothing to it."""

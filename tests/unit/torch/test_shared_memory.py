@@ -331,7 +331,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
         if link().worker == 3:
             die()
         if len(announced) == 3:  # the newcomer is dead before its memory is opened
-            path = f"/proc/{announced[-1].pid}/fd/{announced[-1].descriptor}"
+            path = "/proc/{}/fd/{}".format(*announced[-1])
             wait_until(lambda: not os.path.lexists(path), 30.0, "the end of the newcomer")
         return open_peers(key, rank, announced)
 
