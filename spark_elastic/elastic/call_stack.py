@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 
 def is_called_by(function: str) -> bool:
     """Return True if the one that asks was called by a function of this name."""
     return sys._getframe(2).f_code.co_name == function
+
+
+def _calling_methods(within: int) -> Iterator[FrameType]:
+    """Yield the frames of methods among the callers of a function that asks through a function of this module."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(within):
+        if frame is None:
+            return
+        if frame.f_locals.get("self") is not None:
+            yield frame
+        frame = frame.f_back
 
 
 def calling_object(matches: Callable[[Any], bool], within: int, method: str | None = None) -> Any:
@@ -27,14 +39,9 @@ def calling_object(matches: Callable[[Any], bool], within: int, method: str | No
     Returns:
         The `self` of the nearest method that matches; None if there is none.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(within):
-        if frame is None:
-            return None
-        owner = frame.f_locals.get("self")
-        if owner is not None and method in (None, frame.f_code.co_name) and matches(owner):
-            return owner
-        frame = frame.f_back
+    for frame in _calling_methods(within):
+        if method in (None, frame.f_code.co_name) and matches(frame.f_locals["self"]):
+            return frame.f_locals["self"]
     return None
 
 
@@ -51,11 +58,7 @@ def calling_method(matches: Callable[[Any], bool], names: Collection[str], withi
     Returns:
         The name and variables of the nearest method that matches; ("", {}) if none does.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(within):
-        if frame is None:
-            break
-        if frame.f_code.co_name in names and "self" in frame.f_locals and matches(frame.f_locals["self"]):
+    for frame in _calling_methods(within):
+        if frame.f_code.co_name in names and matches(frame.f_locals["self"]):
             return frame.f_code.co_name, dict(frame.f_locals)
-        frame = frame.f_back
     return "", {}

@@ -12,8 +12,7 @@ import hashlib
 import hmac
 import logging
 import pickle
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
@@ -34,26 +33,28 @@ class LaterLoop(Exception):
     """Raised where a process enters a loop that the others have left; it uses the result of that loop instead."""
 
 
-class KeptState(Protocol):
-    """A state of a loop; `state.State`, which knows this module."""
+class LoopState(Protocol):
+    """The state of a loop; `state.State`, which knows this module."""
+
+    _loop: int
 
     @property
     def version(self) -> StateVersion | None: ...
 
     def save(self) -> None: ...
 
+    def _values(self) -> dict[str, Any]: ...
 
-@dataclass(frozen=True, slots=True)
-class FinishedLoop:
-    """The outcome of an elastic loop.
+    def _set_values(self, values: Any) -> None: ...
 
-    Attributes:
-        state: The state at the loop's end, saved; None if this process skipped the loop and has only its result.
-        result: The loop's return value.
-    """
 
-    state: KeptState | None
+class FinishedLoop(NamedTuple):
+    """The outcome of an elastic loop."""
+
+    state: LoopState | None
+    """The state at the loop's end, saved; None if this process skipped the loop and has only its result."""
     result: Any
+    """The loop's return value."""
 
 
 class LoopHistory:
@@ -94,7 +95,7 @@ class LoopHistory:
             return None
         return before.state.version
 
-    def finish(self, number: int, state: KeptState | None, result: Any) -> None:
+    def finish(self, number: int, state: LoopState | None, result: Any) -> None:
         """Keep the outcome of a loop."""
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
         self._process.in_loop = False

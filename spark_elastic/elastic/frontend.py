@@ -13,7 +13,7 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.elastic.finish import KeptState, LaterLoop, loops, offer_result, result_of
+from spark_elastic.elastic.finish import LaterLoop, LoopState, loops, offer_result, result_of
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.membership.topology import StateVersion
 
@@ -43,7 +43,7 @@ class CollectiveFrontend:
 
     loops = loops
     checkpoints: RunCheckpoints | None = None
-    """Set by `WithCheckpoints` before it calls the user's function."""
+    """Set by `call_with_checkpoints` before it calls the user's function."""
 
     def rank(self) -> int:
         return process.require().rank
@@ -122,15 +122,14 @@ class CollectiveFrontend:
         changed = (before.rank, before.size) != (after.rank, after.size)
         return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
 
-    def finished(self, loop: int, state: KeptState, result: Any) -> None:
+    def finished(self, loop: int, state: LoopState, result: Any) -> None:
         """Keep state and result of a loop that has returned, for the case that the function is called again."""
         if process.link is not None:
             state.save()
             loops.finish(loop, state, result)
             process.link.left_loop()
 
-    def result_of(self, loop: int) -> Any:
-        return result_of(loop)
+    result_of = staticmethod(result_of)
 
     def report_version(self, version: StateVersion) -> None:
         if process.link is not None:

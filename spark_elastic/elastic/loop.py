@@ -23,17 +23,10 @@ R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 
-class WithCheckpoints:
-    """A user's function that has its loops write checkpoints; pickled in place of the function."""
-
-    def __init__(self, function: Callable[..., Any], checkpoints: RunCheckpoints) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self._function = function
-        self._checkpoints = checkpoints
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frontend.checkpoints = self._checkpoints
-        return self._function(*args, **kwargs)
+def call_with_checkpoints(function: Callable[..., R], checkpoints: RunCheckpoints, /, *args: Any, **kwargs: Any) -> R:
+    """Call a user's function whose loops write checkpoints."""
+    frontend.checkpoints = checkpoints
+    return function(*args, **kwargs)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -63,10 +63,6 @@ class StepCounter:
         self.steps[optimizer] += 1
         self.advance()
 
-    def reset_steps(self) -> None:
-        for name in self.steps:
-            self.steps[name] = 0
-
 
 class OptimizerSteps:
     """Six hooks by which a framework observes the optimizers of a state.

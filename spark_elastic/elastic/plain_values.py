@@ -1,4 +1,4 @@
-"""Plain Python values of a training loop, such as its counters: copy them, restore them, compare them."""
+"""Plain Python values of a training loop, such as its counters: copy them and restore them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -221,52 +220,3 @@ def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
     out = known[id(value)] = object.__new__(kind)
     out.__dict__.update({name: _copied(part, known, whole=True) for name, part in value.__dict__.items()})
     return out
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True if two values are equal, also where `==` returns an array or raises, or a value contains itself.
-
-    Objects of Python classes are equal if they have one type and would be pickled alike; their own `==` may ignore a
-    part of them.
-    """
-    return _same(one, other, {})
-
-
-_Seen = dict[tuple[int, int], tuple[Any, Any]]
-"""Pairs of values that were compared, by their ids; referring to them here keeps their ids from being used again."""
-
-
-def _same(one: Any, other: Any, seen: _Seen) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    kind: Any = type(one)
-    is_plain = kind.__eq__ is object.__eq__ or (
-        isinstance(kind.__eq__, FunctionType) and not isinstance(one, torch.Tensor)
-    )
-    if is_plain or isinstance(one, (dict, list, tuple)):
-        if (id(one), id(other)) in seen:
-            return True  # an outer call compares this pair just now, or it was equal
-        seen[id(one), id(other)] = one, other
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key], seen) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_same(a, b, seen) for a, b in zip(one, other, strict=True))
-    try:
-        if is_plain:
-            return _same(_parts(one), _parts(other), seen)
-        answer = one == other
-        if isinstance(answer, bool):
-            return answer or (one != one and other != other)
-        return bool(answer.all()) if one.shape == other.shape else False
-    except Exception:
-        return False
-
-
-def _parts(value: Any) -> Any:
-    """Return what pickle would store of a value; raise the value's own exception if it cannot be pickled."""
-    reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        return reduced
-    return [*reduced[:3], *(list(items) for items in reduced[3:5] if items is not None)]

@@ -447,5 +447,5 @@ class ElasticState(State):
         """Mark the present state: copy the plain values and light parts, unless `save` has just copied everything."""
         self._steps.count()
         self._mark = None if committed else self._handlers.light_values()
-        self._counter.reset_steps()
+        self._counter.steps = dict.fromkeys(self._counter.steps, 0)
         self._steps.mark()
