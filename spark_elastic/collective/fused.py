@@ -81,7 +81,7 @@ class Bucket:
         *pieces, numbers, self.given, rest = self.flat.split([*sizes, piggyback, len(sizes), flags])
         self.piggyback = numbers if piggyback else None
         self.flags = rest if flags else None
-        self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
+        self.views = [shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
         """The index in `flat` at which each gradient begins, and the index behind the last one."""
         self._sources: list[torch.Tensor | None] = []
@@ -114,7 +114,7 @@ class Bucket:
             The work. After waiting for it, call `unpack`.
         """
         self._sources = [
-            None if gradient is None else _flattened(gradient, view)
+            None if gradient is None else flattened(gradient, view)
             for gradient, view in zip(gradients, self.views, strict=True)
         ]
         self._missing = [at for at, source in enumerate(self._sources) if source is None]
@@ -186,7 +186,7 @@ class Bucket:
         return [at for at in self._missing if not counts[at]]
 
 
-def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the piece with the parameter's shape and memory layout, with which optimizers are fastest."""
     # A tensor like this one keeps its strides only if these leave no gap and no overlap.
     if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
@@ -194,7 +194,7 @@ def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(param.shape, param.stride())
 
 
-def _flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+def flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Return the elements, shape (elements,), in the memory order of the view; copy only if the orders differ."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()

@@ -60,8 +60,34 @@ class VirtualShard:
 class VirtualWorkers:
     """Computes each batch in a fixed number of shards, of which each worker of the present world computes some.
 
-    Made by `hvd.elastic.virtual_workers`, which describes the arguments. Put it into the `TorchState` and into your own
-    checkpoints (`state_dict`): it warns when a training continues where its bits may differ.
+    A loop with virtual workers gives the same bits for any number of workers, kills and arrivals::
+
+        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
+
+        for shard in workers.shards(len(batch), step=state.step):
+            rows = batch[shard.rows]
+            loss = cross_entropy(model(features[rows]), labels[rows], reduction="sum") / len(batch)
+            loss.backward()
+            shard.add("loss", loss)
+        optimizer.step()
+
+    Put it into the `TorchState` and into your own checkpoints (`state_dict`): it warns when a training continues where
+    its bits may differ.
+
+    Args:
+        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
+            have nothing to compute.
+        model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
+        optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
+        seed: The seed of the shards' random numbers. All generators are seeded at once.
+        threads: The number of torch's threads in this process from now on. Bits may depend on it.
+        sums: The names of numbers that shards `add`.
+        generators: The random generators that shards draw from besides the global ones of torch, numpy and `random`,
+            such as one in an attribute of the model: each a `torch.Generator`, `numpy.random.Generator`,
+            `numpy.random.RandomState` or `random.Random`.
+
+    Raises:
+        UsageError: The model or the optimizer cannot be used so.
     """
 
     def __init__(
@@ -88,8 +114,8 @@ class VirtualWorkers:
         """What the bits of the result depend on besides the program and its data."""
         self._random = RandomStates(generators)
         about = f"seed {seed}, {threads} threads, sums {list(self._names)}, {len(self._random)} generators"
-        self._reduction = ShardReduction(count, about, self._check.compare_members)
-        self._buffers = ShardBuffers(model, self._reduction.gather)
+        self.reduction = ShardReduction(count, about, self._check.compare_members)
+        self._buffers = ShardBuffers(model, self.reduction.gather)
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
         self._hooks = _guard(optimizer, self)
@@ -97,7 +123,7 @@ class VirtualWorkers:
         align(model)
         self._use_threads()
         self.seed_shard((), count)  # for what is drawn before the first batch
-        self._save_random_state(())
+        self._random.save_seeded(derived_key(seed, count))
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -119,7 +145,7 @@ class VirtualWorkers:
             HorovodInternalError: A peer is gone. Nothing was changed.
             UsageError: A gradient is sparse, or shards have changed a buffer in ways that cannot be combined.
         """
-        bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
+        bounds = [rows_of(shard, self.count, rows) for shard in self.reduction.shards()]
         numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
         yield from self.compute(bounds, (step,), numbers)
         totals = tree_sum(numbers).tolist()
@@ -143,10 +169,10 @@ class VirtualWorkers:
         has_buffers = (width := self._buffers.begin_step()) > 0
         width = width if trains else 0
         matrix = torch.zeros((self.count, 1 + numbers.shape[1] + width), dtype=torch.float64)
-        sums = self._reduction.partial_sums()
+        sums = self.reduction.partial_sums()
         self._drop_gradients()
         try:
-            for index, (start, stop) in zip(self._reduction.shards(), bounds, strict=True):
+            for index, (start, stop) in zip(self.reduction.shards(), bounds, strict=True):
                 if start == stop:
                     sums.add(None)
                     continue
@@ -177,16 +203,12 @@ class VirtualWorkers:
         self._drop_gradients(keep=params)
         self._reduced = trains
         self.seed_shard(key, self.count)
-        self._save_random_state(key)
+        self._random.save_seeded(derived_key(self.seed, *key, self.count))
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
         """Seed all generators for one shard of the step with this key."""
         self._random.seed(derived_key(self.seed, *key, index))
-
-    def _save_random_state(self, key: tuple[int, ...]) -> None:
-        """Save the states after the last shard of a step, which has just been made the present ones."""
-        self._random.save_seeded(derived_key(self.seed, *key, self.count))
 
     @contextmanager
     def buffers_kept(self) -> Iterator[Callable[[], None]]:
@@ -196,14 +218,6 @@ class VirtualWorkers:
             yield self._buffers.put_back
         finally:
             self._buffers.put_back()
-
-    def gather(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Give all workers the rows of a float64 tensor that each has filled for its own shards, in place."""
-        return self._reduction.gather(numbers)
-
-    def own_shards(self) -> range:
-        """Return the shards that this worker computes in the present world."""
-        return self._reduction.shards()
 
     def close(self) -> None:
         """Detach from the optimizer."""
@@ -253,7 +267,7 @@ class VirtualWorkers:
         vote: float,
     ) -> float:
         vector = torch.cat([matrix.view(-1), given, torch.tensor([vote], dtype=torch.float64)])
-        results = self._reduction.exchange(params, sums, vector)
+        results = self.reduction.exchange(params, sums, vector)
         matrix.copy_(vector[: matrix.numel()].view(matrix.shape))
         for param, result, count in zip(params, results, vector[matrix.numel() : -1].tolist(), strict=True):
             param.grad = result if count else None
@@ -294,45 +308,7 @@ class VirtualWorkers:
         self._check.compare(then)
 
 
-def virtual_workers(
-    count: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    seed: int = 0,
-    threads: int = 1,
-    sums: Iterable[str] = (),
-    generators: Iterable[Any] = (),
-) -> VirtualWorkers:
-    """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
-
-    ::
-
-        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
-
-        for shard in workers.shards(len(batch), step=state.step):
-            rows = batch[shard.rows]
-            loss = cross_entropy(model(features[rows]), labels[rows], reduction="sum") / len(batch)
-            loss.backward()
-            shard.add("loss", loss)
-        optimizer.step()
-
-    Args:
-        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
-            have nothing to compute.
-        model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
-        optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
-        seed: The seed of the shards' random numbers. All generators are seeded at once.
-        threads: The number of torch's threads in this process from now on. Bits may depend on it.
-        sums: The names of numbers that shards `add`.
-        generators: The random generators that shards draw from besides the global ones of torch, numpy and `random`,
-            such as one in an attribute of the model: each a `torch.Generator`, `numpy.random.Generator`,
-            `numpy.random.RandomState` or `random.Random`.
-
-    Raises:
-        UsageError: The model or the optimizer cannot be used so.
-    """
-    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, generators=generators)
+virtual_workers = VirtualWorkers
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -33,7 +33,7 @@ BUGS = (
         "a shard has the random numbers of its place on the worker",
         _WORKERS,
         "self.seed_shard(key, index)",
-        "self.seed_shard(key, index - self._reduction.shards().start)",
+        "self.seed_shard(key, index - self.reduction.shards().start)",
     ),
     Bug(
         "numpy's random numbers go on from shard to shard",
