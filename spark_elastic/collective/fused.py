@@ -258,6 +258,8 @@ def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 # --- the gradients of a step --------------------------------------------------------------------------
 
+ALIGN_BYTES = 64
+"""TensorFlow reads arrays without a copy if they begin at a multiple of this."""
 _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
 
@@ -276,15 +278,14 @@ class Comparison(Protocol):
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
 
-    The results are in buckets that are reused once no tensor refers to one of them. The members' agreement on a coming
-    world is sent with them.
+    The results begin at multiples of `ALIGN_BYTES`. They are in buckets that are reused once no tensor refers to one
+    of them. The members' agreement on a coming world is sent with them.
 
     Args:
         op: Average or Sum.
         compression: the compressor of the sent values.
         predivide: divisor before the sum; after it, sums are divided by size / predivide. Needs Average.
         process_set: the processes to reduce over.
-        align: results begin at a multiple of this many bytes.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -297,14 +298,12 @@ class FusedReduction:
         compression: type[Compressor] = Compression.none,
         predivide: float = 1.0,
         process_set: ProcessSet = global_process_set,
-        align: int = 1,
     ) -> None:
         check_gradient_op(op, predivide)
         self._op = op
         self._compression = compression
         self._predivide = predivide
         self._process_set = process_set
-        self._align = align
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._piggyback_width = 0
         self._agreed_on: Group | None = None
@@ -429,7 +428,7 @@ class FusedReduction:
                 self._compression,
                 flags=int(number == last),
                 piggyback=self._piggyback_width if number == last else 0,
-                align=self._align,
+                align=ALIGN_BYTES,
             )
             for number, part in enumerate(self._parts)
         ]

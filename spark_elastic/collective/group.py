@@ -11,10 +11,12 @@ import torch
 
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
+from spark_elastic.collective.gpu.nccl import NcclReductions
 from spark_elastic.collective.joining import CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.reduce import Fill, Ways
+from spark_elastic.collective.reduce import Fill
+from spark_elastic.collective.shared_memory.reducer import SharedMemoryReducer
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -77,7 +79,9 @@ class Group:
         self.log = CollectiveLog(link, round, name, rank, self.size)
         self.negotiation = Negotiation(self)
         self.gloo = GlooCollectives(self)
-        self.ways = Ways(self.gloo)
+        self.shared_memory: SharedMemoryReducer | None = None
+        self.nccl: NcclReductions | None = None
+        """The ways to reduce; None: the members cannot use it."""
         self._link = link
         open_groups.add(self)
 
@@ -90,11 +94,14 @@ class Group:
         `fill` writes this member's contribution; None: it is in `tensor`.
         """
         self.negotiation.settle()
-        way = reduce.choose(self.ways, tensor, op)
-        if way is None:
-            if fill is not None:
-                fill(tensor, 0)
-            return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
+        on_gpu = reduce.is_on_gpu(tensor)
+        way: NcclReductions | SharedMemoryReducer | GlooCollectives | None = self.nccl if on_gpu else self.shared_memory
+        if way is None or not way.reduces(tensor, op):
+            if on_gpu:
+                if fill is not None:
+                    fill(tensor, 0)
+                return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
+            way = self.gloo
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
         return way.allreduce(tensor, op, fill)
@@ -107,7 +114,7 @@ class Group:
         self.negotiation.settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return (self.ways.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
+        return (self.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
 
     # --- collectives that Gloo alone has ----------------------------------------------------------
 
@@ -164,23 +171,26 @@ class Group:
             self.log.stalled()
         self._link.blocked(begins)
 
+    def _ways(self) -> list[GlooCollectives | SharedMemoryReducer | NcclReductions]:
+        return [way for way in (self.gloo, self.shared_memory, self.nccl) if way is not None]
+
     def cut(self, why: str) -> None:
         """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
         self.why = self.why or why
-        for way in self.ways.open():
+        for way in self._ways():
             way.cut()
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
         self.why = self.why or "the group was closed"
         self.negotiation.close()
-        for way in self.ways.open():
+        for way in self._ways():
             way.close()
         open_groups.discard(self)
 
     def close_in_child(self) -> None:
         self.why = "this is a forked child"
-        for way in self.ways.open():
+        for way in self._ways():
             way.close_in_child()
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_elastic.collective.negotiation import Members
 from spark_elastic.collective.one_thread import in_one_thread
+from spark_elastic.collective.reduce import GroupContext
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -84,7 +84,7 @@ class CollectiveLog:
     # --- the rank that joins ------------------------------------------------------------------
 
     @in_one_thread
-    def join(self, group: Members) -> int:
+    def join(self, group: GroupContext) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self.joins)
         self._publishing = False
@@ -116,7 +116,7 @@ class CollectiveLog:
             return
 
 
-def _contribute_neutral(group: Members, name: str, type_name: str, count: int, device: str, argument: Any) -> None:
+def _contribute_neutral(group: GroupContext, name: str, type_name: str, count: int, device: str, argument: Any) -> None:
     """Take part in one collective of the others, see `CollectiveLog.launched`, with neutral values."""
     dtype = getattr(torch, type_name.removeprefix("torch."))
     if name == "allreduce":

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,21 +32,6 @@ from spark_elastic import clock
 from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.reduce import STALL_S, GroupContext
 from spark_elastic.errors import MismatchError, SparkElasticError, UsageError
-
-
-class Members(GroupContext, Protocol):
-    """The group whose calls are compared: four of its methods, and the members' ranks in the world."""
-
-    world_ranks: Sequence[int]
-
-    def allreduce(self, tensor: torch.Tensor, op: Any) -> Any: ...
-
-    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
-
-    def wait(self, work: Any) -> None: ...
-
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
 """The launched operations (works) of a collective, and the function that makes its result once they are complete."""
@@ -88,7 +73,7 @@ class Pending:
             self.error = error
 
 
-def until_done(group: Members, work: Any) -> Generator[Any, None, None]:
+def until_done(group: GroupContext, work: Any) -> Generator[Any, None, None]:
     """Yield a work, and complete it when the generator is continued; see `Launching`."""
     yield work
     group.wait(work)
@@ -112,7 +97,7 @@ class Negotiation:
     group before it calls the one of this group. For the same reason, no comparison blocks the others.
     """
 
-    def __init__(self, group: Members) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._group = group
         self._queue: dict[str, Pending] = {}
         self._numbers: dict[str, int] = {}

@@ -80,27 +80,41 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     ]
 
 
-def _mac(kind: str, data: bytes, group: Group, sender: int) -> bytes:
-    """Return a MAC that only workers of this job can make, for this object collective and this sender."""
+def _mac(purpose: str, about: str, data: bytes) -> bytes:
     assert process.link is not None
-    about = f"{group.round} {group.name} {group.objects} {sender} {kind} "
-    return hmac.digest(process.link.derive_key("objects"), about.encode() + data, hashlib.sha256)
+    return hmac.digest(process.link.derive_key(purpose), f"{about} ".encode() + data, hashlib.sha256)
+
+
+def sign(purpose: str, about: str, data: bytes) -> bytes:
+    """Return `data` behind a MAC of it and of `about`, which only workers of this job can make."""
+    return _mac(purpose, about, data) + data
+
+
+def verify(purpose: str, about: str, message: bytes, what: str) -> bytes:
+    """Return the data of a message of `sign`.
+
+    Raises:
+        AuthenticationError: `what` was not sent by a worker of this job.
+    """
+    data = message[_MAC_BYTES:]
+    if not hmac.compare_digest(message[:_MAC_BYTES], _mac(purpose, about, data)):
+        raise AuthenticationError(
+            f"{what} was not sent by a worker of this job (its MAC is wrong); nothing was unpickled"
+        )
+    return data
 
 
 def _signed(kind: str, data: bytes, group: Group) -> bytes:
-    return _mac(kind, data, group, group.rank) + data
+    return sign("objects", f"{group.round} {group.name} {group.objects} {group.rank} {kind}", data)
 
 
 def _verified(kind: str, message: torch.Tensor, group: Group, sender: int) -> bytes:
     """Return the data of a signed message. Receivers allocate memory only for lengths from a worker of this job."""
-    signed = message.numpy().tobytes()
-    data = signed[_MAC_BYTES:]
-    if not hmac.compare_digest(signed[:_MAC_BYTES], _mac(kind, data, group, sender)):
-        raise AuthenticationError(
-            f"{kind} said to come from rank {sender} was not sent by a worker of this job (its MAC is wrong); nothing "
-            "was unpickled"
-        )
-    return data
+    about, what = (
+        f"{group.round} {group.name} {group.objects} {sender} {kind}",
+        f"{kind} said to come from rank {sender}",
+    )
+    return verify("objects", about, message.numpy().tobytes(), what)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -212,13 +212,6 @@ class Process:
             if group is not None:
                 group.close()
 
-    def ranks_of(self, name: str) -> list[int]:
-        """Return the ranks of a group that exists in every world: "global", "local" or "cross"."""
-        position = self.require()
-        if self.assignment is None:
-            return [position.rank] if name != "global" else list(range(position.size))
-        return [member.rank for member in members_of(name, self.assignment)]
-
     # --- updates of the world -----------------------------------------------------------------
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.process import name_of_group, process
+from spark_elastic.collective.world import members_of
 from spark_elastic.errors import MismatchError, UsageError
 
 Rule = Callable[[int], Iterable[int]]
@@ -142,7 +143,10 @@ class StandingSet(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         """The world's ranks that are in the set."""
-        return process.ranks_of(self.name)
+        position = process.require()
+        if process.assignment is None:
+            return [position.rank] if self.name != "global" else list(range(position.size))
+        return [member.rank for member in members_of(self.name, process.assignment)]
 
     def group(self) -> Group | None:
         return process.group(self.name)

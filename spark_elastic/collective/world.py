@@ -56,7 +56,7 @@ def connect(
     world, ranks = assignment.world, [member.rank for member in members]
     rank = [member.worker for member in members].index(assignment.worker)
     group = Group(link, world.round, name, rank, ranks)
-    kind = "gpu" if devices.may_use_gpu(devices.device_setting(), devices.device_info()) else "cpu"
+    kind = "gpu" if devices.device_setting() != "cpu" and devices.device_info().gpus else "cpu"
     store = AddressExchange(link, world.round, name, rank, group.size, kind, note)
     addresses = [assignment.addresses[member] for member in ranks]
     try:
@@ -69,11 +69,11 @@ def connect(
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return group
         if kind == "gpu":
-            group.ways.nccl = NcclReductions(group, lambda: LinkStore(link, world.round, f"nccl/{name}/"))
+            group.nccl = NcclReductions(group, lambda: LinkStore(link, world.round, f"nccl/{name}/"))
         if len({member.place.host for member in members}) == 1:
             found = find_peers(group, link.derive_key("shared memory"))
             if found is not None:
-                group.ways.shared_memory = SharedMemoryReducer(*found, group)
+                group.shared_memory = SharedMemoryReducer(*found, group)
     except BaseException:
         group.close()
         raise

@@ -8,25 +8,24 @@ later loop skips the earlier ones too. It gets their results, which rank 0 has s
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import pickle
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
+from spark_elastic.collective.objects import sign, verify
 from spark_elastic.collective.process import Process, process
-from spark_elastic.errors import AuthenticationError, LoopResultError
+from spark_elastic.errors import LoopResultError
 from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
 MAX_LOOP_RESULT_BYTES = 1 << 20
 RESULT_TIMEOUT_S = 60.0
 """Time to wait for a result that another worker has sent to the driver."""
-_MAC_BYTES = 32
+_PURPOSE = "results of loops"
+"""What their MACs are for."""
 
 
 class LaterLoop(Exception):
@@ -137,7 +136,7 @@ def offer_result(loop: int) -> None:
             loop,
             problem,
         )
-    link.offer_loop_result(loop, problem, b"" if problem else _mac(link, loop, data) + data)
+    link.offer_loop_result(loop, problem, b"" if problem else sign(_PURPOSE, str(loop), data))
 
 
 def result_of(loop: int) -> Any:
@@ -155,13 +154,4 @@ def result_of(loop: int) -> Any:
         raise LoopResultError(loop=loop, reason=str(error)) from None
     if problem:
         raise LoopResultError(loop=loop, reason=problem)
-    mac, data = answer[:_MAC_BYTES], answer[_MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(link, loop, data)):
-        raise AuthenticationError(
-            f"the result of loop {loop} was not sent by a worker of this job (its MAC is wrong); it was not unpickled"
-        )
-    return pickle.loads(data)
-
-
-def _mac(link: WorkerLink, loop: int, data: bytes) -> bytes:
-    return hmac.digest(link.derive_key("results of loops"), f"{loop} ".encode() + data, hashlib.sha256)
+    return pickle.loads(verify(_PURPOSE, str(loop), answer, f"the result of loop {loop}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +47,9 @@ class CollectiveFrontend:
     def rank(self) -> int:
         return process.require().rank
 
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        return broadcast_object(value, root)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which collectives reach no other member and return this member's own values."""
-        return process.local_collectives()
+    broadcast_object = staticmethod(broadcast_object)
+    alone = staticmethod(process.local_collectives)
+    result_of = staticmethod(result_of)
 
     def agree_on_update(self) -> bool:
         """Return True, on every member alike, if any member knows of a coming world.
@@ -128,8 +124,6 @@ class CollectiveFrontend:
             state.save()
             loops.finish(loop, state, result)
             process.link.left_loop()
-
-    result_of = staticmethod(result_of)
 
     def report_version(self, version: StateVersion) -> None:
         if process.link is not None:

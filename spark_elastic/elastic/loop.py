@@ -172,8 +172,5 @@ def _prepare(state: State, entry: Entry, frontend: CollectiveFrontend) -> None:
         resumed = frontend.checkpoints.load(state, frontend.rank() == entry.root)
     if entry.moved or resumed:
         state._reset_alone()
-    if entry.sync or before_this_loop:
-        state._sync_from(entry.root, entry.version)
-    else:
-        state._refresh_from(entry.root, entry.version)
+    state._sync_from(entry.root, entry.version, equal=not entry.sync and not before_this_loop)
     state._function_begins()

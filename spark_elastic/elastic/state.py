@@ -32,6 +32,8 @@ class State:
     """
 
     _frontend: CollectiveFrontend = frontend
+    _sync_is_atomic = False
+    """`sync` sets values only after all have arrived; else the saved state is restored when it has failed."""
 
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
@@ -170,14 +172,13 @@ class State:
         finally:
             self._counter.alone = False
 
-    def _sync_from(self, root: int, version: StateVersion | None) -> None:
-        """Take over the state of the member `root` and save it, because a user's `sync` may not save."""
+    def _sync_from(self, root: int, version: StateVersion | None, equal: bool) -> None:
+        """Take over the state of the member `root`, and save it, because a user's `sync` may not save.
+
+        `equal`: all members have reported the version `version`.
+        """
         self._take_over_from(root, version)
         self.save()
-
-    def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        """Make the states of all members equal, after all have reported the version `version`."""
-        self._sync_from(root, version)
 
     def _take_over_from(self, root: int, version: StateVersion | None) -> None:
         self._root = root
@@ -185,7 +186,8 @@ class State:
         try:
             self.sync()
         except HorovodInternalError:
-            self._sync_failed()
+            if not self._sync_is_atomic:
+                self.restore()
             raise
         finally:
             self._root = 0
@@ -194,10 +196,6 @@ class State:
             version = StateVersion(self._loop)
         self._counter.set(version)
         self._counter.saved_version = version
-
-    def _sync_failed(self) -> None:
-        """Restore the saved state: a `sync` that failed half-way may have overwritten some of the values."""
-        self.restore()
 
     def _function_begins(self) -> None:
         """Prepare for a call of the function; all members hold the same state now."""
@@ -266,6 +264,8 @@ class ElasticState(State):
     `handler_for` returns the handler which copies and synchronises a value, or None for a plain Python value, which
     must be picklable; `steps` creates the framework's `OptimizerSteps`.
     """
+
+    _sync_is_atomic = True
 
     def __init__(
         self,
@@ -375,16 +375,14 @@ class ElasticState(State):
 
     # --- called by the loop ---------------------------------------------------------------------
 
-    def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        if self._handlers.agree_that_equal():
-            return
-        # no save: the last commit is the same on every member, and stays valid
-        saved = self._counter.saved_version
-        self._take_over_from(root, version)
-        self._counter.saved_version = saved
-
-    def _sync_failed(self) -> None:
-        """Do nothing: values are set only after all of them have arrived."""
+    def _sync_from(self, root: int, version: StateVersion | None, equal: bool) -> None:
+        if not equal:
+            super()._sync_from(root, version, equal)
+        elif not self._handlers.agree_that_equal():
+            # no save: the last commit is the same on every member, and stays valid
+            saved = self._counter.saved_version
+            self._take_over_from(root, version)
+            self._counter.saved_version = saved
 
     def _function_begins(self) -> None:
         self._set_mark()

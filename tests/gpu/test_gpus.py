@@ -108,8 +108,8 @@ def train(dies_at):
     return {
         "device": str(device),
         "size": hvd.size(),
-        "nccl": group is not None and group.ways.nccl.used,
-        "why": "" if group is None else group.ways.nccl.reason,
+        "nccl": group is not None and group.nccl.used,
+        "why": "" if group is None else group.nccl.reason,
         "applied": applied,
         "model": [round(float(p.double().sum()), 5) for p in model.parameters()],
     }

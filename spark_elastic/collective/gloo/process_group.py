@@ -21,10 +21,10 @@ from spark_elastic.collective.gloo.rendezvous import CONNECT_TIMEOUT_S, AddressE
 from spark_elastic.collective.gloo.shutdown import (
     GRACE_S,
     GroupSockets,
-    InFlight,
     free_ended_groups,
     graveyard,
     has_ended,
+    is_stuck,
     keep_for_ever,
     leave_behind,
     open_sockets,
@@ -37,6 +37,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 """Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
 
+_PRUNE_AT = 64
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
 
@@ -59,7 +60,8 @@ class GlooCollectives:
         self._lock = threading.Lock()
         self._abandoned = False
         self._cut_at = float("inf")
-        self._in_flight = InFlight()
+        self._works: list[dist.Work] = []
+        """The launched collectives that were not yet seen to end."""
         self._failure: BaseException | None = None
         self.sockets: GroupSockets | None = None
         self.pg: ProcessGroupGloo | None = None
@@ -146,9 +148,8 @@ class GlooCollectives:
             sockets, self.sockets = self.sockets, None
         if sockets is not None:
             sockets.shutdown()
-        stuck = self._in_flight.stuck()
-        self._in_flight = InFlight()
-        if stuck:
+        works, self._works = self._works, []
+        if stuck := [work for work in works if is_stuck(work)]:
             leave_behind(pg, stuck)
         elif pg is not None:
             graveyard.bury(pg)
@@ -162,9 +163,6 @@ class GlooCollectives:
             self.sockets.close_in_child()
 
     # --- collectives ------------------------------------------------------------------------------
-
-    def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
-        return True
 
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> dist.Work:
         if fill is not None:
@@ -185,7 +183,9 @@ class GlooCollectives:
             work: dist.Work = getattr(self.pg, name)(*args)
         except Exception as error:
             raise self._translate(error) from error
-        self._in_flight.add(work)
+        if len(self._works) >= _PRUNE_AT:
+            self._works = [known for known in self._works if not known.is_completed()]
+        self._works.append(work)
         return work
 
     def wait(self, work: dist.Work) -> None:
@@ -202,7 +202,8 @@ class GlooCollectives:
         except Exception as error:
             raise self._translate(error) from error
         finally:
-            self._in_flight.discard(work)
+            if work in self._works and work.is_completed():
+                self._works.remove(work)
 
     def _translate(self, error: Exception) -> Exception:
         """Return the exception to raise for an error of a collective."""

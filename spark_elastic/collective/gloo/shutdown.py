@@ -44,7 +44,6 @@ _SETTLE_S = 0.1
 """The time after the shutdown of its connections until a group is destroyed."""
 _TRIM_EVERY = 50
 """Groups after which memory is given back, which takes some milliseconds on a thread of its own."""
-_PRUNE_AT = 64
 _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 _MOST_DESCRIPTORS = 4096
 """Descriptors to look at where the system lists none."""
@@ -162,30 +161,12 @@ def has_ended(work: dist.Work, within: timedelta) -> bool:
     return True
 
 
-class InFlight:
-    """The launched collectives of one group that were not yet seen to end."""
-
-    def __init__(self) -> None:
-        self._works: list[dist.Work] = []
-
-    def add(self, work: dist.Work) -> None:
-        if len(self._works) >= _PRUNE_AT:
-            self._works = [known for known in self._works if not known.is_completed()]
-        self._works.append(work)
-
-    def discard(self, work: dist.Work) -> None:
-        """Remove the collective if it has ended."""
-        if work in self._works and work.is_completed():
-            self._works.remove(work)
-
-    def stuck(self) -> list[dist.Work]:
-        """Return the collectives that do not end although the group's connections were shut down."""
-        stuck = []
-        for work in self._works:
-            with suppress(Exception):
-                if not has_ended(work, timedelta(seconds=GRACE_S)):
-                    stuck.append(work)
-        return stuck
+def is_stuck(work: dist.Work) -> bool:
+    """Return True if a collective does not end although the connections of its group were shut down."""
+    try:
+        return not has_ended(work, timedelta(seconds=GRACE_S))
+    except Exception:
+        return False
 
 
 _left_behind: list[tuple[Any, list[dist.Work]]] = []

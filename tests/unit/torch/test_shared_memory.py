@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not segments.FUTEX_AVAILABLE, reason="words cann
 
 
 def shares_memory() -> bool:
-    return process.group().ways.shared_memory is not None
+    return process.group().shared_memory is not None
 
 
 def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -346,7 +346,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
         while len(state.worlds) < 2:  # the driver has announced the newcomer, and its end
             state.check_host_updates()
             hvd.allreduce(torch.ones(1))
-        return state.worlds, process.group().ways.shared_memory is not None
+        return state.worlds, process.group().shared_memory is not None
 
     return loop(state)
 
