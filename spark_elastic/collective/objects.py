@@ -110,10 +110,8 @@ def _signed(kind: str, data: bytes, group: Group) -> bytes:
 
 def _verified(kind: str, message: torch.Tensor, group: Group, sender: int) -> bytes:
     """Return the data of a signed message. Receivers allocate memory only for lengths from a worker of this job."""
-    about, what = (
-        f"{group.round} {group.name} {group.objects} {sender} {kind}",
-        f"{kind} said to come from rank {sender}",
-    )
+    about = f"{group.round} {group.name} {group.objects} {sender} {kind}"
+    what = f"{kind} said to come from rank {sender}"
     return verify("objects", about, message.numpy().tobytes(), what)
 
 
