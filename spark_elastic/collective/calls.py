@@ -40,10 +40,8 @@ class Handle:
         finish: Callable[[], Any] | None,
         pending: Pending | None = None,
     ) -> None:
-        self._group = group
-        self._works: list[Any] = list(works)
-        self._finish: Callable[[], Any] | None = finish
-        self._pending = pending
+        self._group, self._finish, self._pending = group, finish, pending
+        self._works = list(works)
         self._result: Any = None
         self._error: Exception | None = None
 
@@ -70,8 +68,8 @@ class Handle:
                 self._group.negotiation.serve(self._works[0].is_completed)
                 self._group.wait(self._works[0])
                 del self._works[0]
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
+            finish, self._finish = self._finish, None
+            if finish is not None:
                 self._result = finish()
         except Exception as error:
             self._fail(error)

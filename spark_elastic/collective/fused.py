@@ -71,7 +71,7 @@ class Bucket:
         """The number of gradients that backward has computed; counted by `torch.gradients`."""
         self.uses = 0
         """The number of tensors that use the memory of a free bucket."""
-        first = params[0]
+        first = self.params[0]
         unit = max(1, align // first.element_size())
         sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
@@ -243,16 +243,13 @@ def _by_kind(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     out: list[list[torch.Tensor]] = []
     for kind in _by_kind(params):
-        bucket: list[torch.Tensor] = []
-        filled = 0
+        filled = float("inf")
         for param in kind:
-            bucket.append(param)
+            if filled >= (BUCKET_BYTES if len(out) > 1 else FIRST_BUCKET_BYTES):
+                out.append([])
+                filled = 0
+            out[-1].append(param)
             filled += param.numel() * param.element_size()
-            if filled >= (BUCKET_BYTES if out else FIRST_BUCKET_BYTES):
-                out.append(bucket)
-                bucket, filled = [], 0
-        if bucket:
-            out.append(bucket)
     return out
 
 
@@ -401,11 +398,7 @@ class FusedReduction:
         self._agreed_on = None
 
     def _agree(self, group: Group, comparison: Comparison | None) -> None:
-        """Compare the plan with those of the other members, and find out whether to compare the parameters.
-
-        Raises:
-            MismatchError: they differ.
-        """
+        """Compare the plan with those of the other members, and find out whether to compare the parameters."""
         shapes = "; ".join(f"{dtype} {list(shape)}" for shape, dtype in self._kinds)
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
         left = 0 if comparison is None else comparison.left

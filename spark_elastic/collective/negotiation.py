@@ -140,12 +140,7 @@ class Negotiation:
 
     @in_one_thread
     def launch(self, pending: Pending) -> Launched:
-        """Block until all members have called this collective, and launch it.
-
-        Raises:
-            MismatchError: they have called another collective, or this one with another description.
-            HorovodInternalError: a peer is gone.
-        """
+        """Block until all members have called this collective, and launch it. Raise MismatchError if they differ."""
         while pending.launched is None and pending.error is None:
             if pending.key not in self._queue:
                 self._group.check_alive()
@@ -348,5 +343,5 @@ def _excerpt(text: str, start: int) -> str:
     """Return the part of a long text from `start` on, where it differs from the others."""
     if len(text) <= _LONGEST_TEXT:
         return text
-    part = text[start : start + _LONGEST_TEXT]
-    return ("..." if start else "") + part + ("..." if start + len(part) < len(text) else "")
+    end = start + _LONGEST_TEXT
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")

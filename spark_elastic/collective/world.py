@@ -64,8 +64,8 @@ def connect(
         if not name.startswith("global"):
             _wait_for_all(link, group)
         group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve)
-        group.notes = store.notes
-        if len(set(store.kinds)) > 1:
+        group.notes = [note for _, note, _ in store.table]
+        if len({kind for kind, _, _ in store.table}) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return group
         if kind == "gpu":
@@ -95,9 +95,6 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     """Wait until all members have reached their first use of a set; some may do other work for a long time first.
 
     Meanwhile the queues of other groups are compared: a member may come here only once those are done.
-
-    Raises:
-        HorovodInternalError: the round is over; with a remedy, if that may be because ranks wait at different sets.
     """
     all_are_here: Future[None] = Future()
     start = clock.monotonic()

@@ -132,11 +132,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
 
 
 def _call(function: Callable[[], R]) -> R:
-    """Call the function of a loop and return its result.
-
-    Raises:
-        HorovodInternalError: also if the function has caught one.
-    """
+    """Return the result of the function of a loop; raise HorovodInternalError also if the function has caught one."""
     HorovodInternalError.newest = None
     result = function()
     caught: str | None = HorovodInternalError.newest

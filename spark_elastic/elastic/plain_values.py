@@ -46,11 +46,7 @@ class PlainAttributes:
         return not name.startswith("_") and name not in vars(self._owner) and not hasattr(type(self._owner), name)
 
     def add(self, name: str, value: Any) -> None:
-        """Keep an attribute that is about to be set.
-
-        Raises:
-            NotPicklableError: The value cannot be pickled.
-        """
+        """Keep an attribute that is about to be set. Raise NotPicklableError if the value cannot be pickled."""
         check_picklable({name: value}, "let its name begin with an underscore to keep it out of the state")
         self._register(name)
 
@@ -167,12 +163,9 @@ def independent_copy(value: Any) -> Any:
 
 
 def _copied(value: Any, known: dict[int, Any], whole: bool = False) -> Any:
-    """Copy a value.
+    """Copy a value; `known` has the copies made so far, by the id of the original, as `copy.deepcopy` keeps them.
 
-    Args:
-        value: The value.
-        known: The copies made so far, by the id of the original object, as `copy.deepcopy` keeps them.
-        whole: Raise an exception if a part cannot be copied; by default it is shared.
+    If a part cannot be copied, it is shared, or, with `whole`, an exception is raised.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -208,11 +201,7 @@ def _copied(value: Any, known: dict[int, Any], whole: bool = False) -> Any:
 
 
 def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
-    """Copy an object of a class without methods for copying, which has tensors that deepcopy refuses.
-
-    Raises:
-        Exception: An attribute cannot be copied, or the class says how to copy its objects.
-    """
+    """Copy an object of a class without methods for copying, which has tensors that deepcopy refuses."""
     kind = type(value)
     own = ("__deepcopy__", "__copy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
     if any(getattr(kind, name, None) is not getattr(object, name, None) for name in own):

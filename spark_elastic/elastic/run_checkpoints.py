@@ -82,8 +82,7 @@ class RunCheckpoints:
     def load(self, state: LoopState, is_root: bool) -> bool:
         """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
 
-        Returns True, on every member alike, if there is one. Raises CheckpointError if it is damaged, or of another
-        state.
+        Returns True, on every member alike, if there is one. Raises CheckpointError if it cannot be used.
         """
         point = self._resume.get(state._loop)
         if point is None:
@@ -144,8 +143,7 @@ class RunCheckpoints:
 def values_of(state: LoopState) -> dict[str, Any]:
     """Return the values of a state, with tensors in place of arrays of NumPy.
 
-    Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back as it
-    is.
+    Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back equal.
     """
     values = state._values()
     for name in values["light"].keys() - values.get("tensors", {}).keys():

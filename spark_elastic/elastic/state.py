@@ -120,12 +120,7 @@ class State:
         """Adapt whatever depends on the rank or the size; does nothing by default."""
 
     def _may_mark(self) -> bool:
-        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted.
-
-        Raises:
-            UsageError: A loop is running, and its state is another one.
-            HorovodInternalError: A collective has failed, and the loop's function has caught the error.
-        """
+        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted."""
         if running_loop.get() not in (None, self._counter):
             raise UsageError(
                 "commit() or check_host_updates() was called for a state other than the state of the loop; it would "
@@ -160,11 +155,7 @@ class State:
         """
 
     def _reset_alone(self) -> None:
-        """Call `on_reset` without the other members.
-
-        Collectives in it return this member's own values, and steps that it trains are not counted: the sync that
-        follows makes the states of all members equal.
-        """
+        """Call `on_reset` with local collectives, and count no steps: the sync that follows makes all states equal."""
         self._counter.alone = True
         try:
             with self._frontend.alone():

@@ -13,15 +13,16 @@ import torch
 
 from spark_elastic.collective.objects import allgather_object
 
+log = logging.getLogger("spark_elastic.torch")
+
 Environment = dict[str, str]
 
 
 class EnvironmentCheck:
     """Warns, once for each difference, where the bits of a result may differ because environments do."""
 
-    def __init__(self, environment: Environment, log: logging.Logger) -> None:
+    def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self._log = log
         self._warned: set[str] = set()
 
     def compare_members(self) -> None:
@@ -29,7 +30,7 @@ class EnvironmentCheck:
         everyone = allgather_object(self.environment)
         for rank, other in enumerate(everyone):
             if self._is_new(different := differences(everyone[0], other, was="there it is")):
-                self._log.warning(
+                log.warning(
                     "the result may depend on which worker computes which shard: rank %d differs from rank 0: %s. Use "
                     "machines and versions that are alike",
                     rank,
@@ -39,7 +40,7 @@ class EnvironmentCheck:
     def compare(self, then: Mapping[str, str]) -> None:
         """Compare with the environment in which the training was begun."""
         if self._is_new(different := differences(then, self.environment)):
-            self._log.warning(
+            log.warning(
                 "from here on, the result may differ in some bits from that of an uninterrupted training: %s", different
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,34 +44,25 @@ class RandomStates:
     def __len__(self) -> int:
         return len(self._generators)
 
-    def seed(self, seed: int) -> None:
-        """Seed each generator with another number, derived from `seed`."""
-        for generator, kind, own in self._seeds(seed):
-            kind.seed(generator, own)
-
-    def save_seeded(self, seed: int) -> None:
-        """Save the present states for `put_back`: those that `seed` has just given for this seed."""
-        for generator, kind, own in self._seeds(seed):
-            _put_back[id(generator)] = partial(kind.seed, generator, own)
-
-    def _seeds(self, seed: int) -> Iterator[tuple[Any, _Kind, int]]:
+    def seed(self, seed: int, *, save: bool = False) -> None:
+        """Seed each generator with another number, derived from `seed`; `save` the states for `put_back`."""
         for number, (generator, kind) in enumerate(self._generators):
-            yield generator, kind, derived_key(seed, number)
+            own = derived_key(seed, number)
+            kind.seed(generator, own)
+            if save:
+                _put_back[id(generator)] = partial(kind.seed, generator, own)
 
     def encoded(self) -> list[Any]:
         """Save the present states for `put_back`, and return them for `load`: bytes and numbers alone."""
         states = [kind.read(generator) for generator, kind in self._generators]
-        self._save(states)
+        for (generator, kind), state in zip(self._generators, states, strict=True):
+            _put_back[id(generator)] = partial(kind.write, generator, state)
         return states
 
     def load(self, states: Sequence[Any]) -> None:
-        """Set the states to those that `encoded` has returned, in whatever process."""
-        self._save(states)
-        for generator, _ in self._generators:
-            _put_back[id(generator)]()
-
-    def _save(self, states: Sequence[Any]) -> None:
+        """Set the states to those that `encoded` has returned, in whatever process, and save them for `put_back`."""
         for (generator, kind), state in zip(self._generators, states, strict=True):
+            kind.write(generator, state)
             _put_back[id(generator)] = partial(kind.write, generator, state)
 
 

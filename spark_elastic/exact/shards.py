@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from spark_elastic.exact.buffers import ShardBuffers
 from spark_elastic.exact.environment import EnvironmentCheck, environment
 from spark_elastic.exact.random_state import RandomStates
 from spark_elastic.exact.sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
-
-log = logging.getLogger("spark_elastic.torch")
 
 _all: weakref.WeakSet[VirtualWorkers] = weakref.WeakSet()
 """The virtual workers of this process: a loop may have several, such as one for each of two models."""
@@ -109,12 +106,10 @@ class VirtualWorkers:
         """The sums of the numbers that the shards of the last batch have added, by name, the same on all workers."""
         self._names = {name: place for place, name in enumerate(sums)}
         self._model, self._optimizer = model, optimizer
-        self._check = EnvironmentCheck(environment(threads), log)
-        self.environment = self._check.environment
-        """What the bits of the result depend on besides the program and its data."""
+        self.environment_check = EnvironmentCheck(environment(threads))
         self._random = RandomStates(generators)
         about = f"seed {seed}, {threads} threads, sums {list(self._names)}, {len(self._random)} generators"
-        self.reduction = ShardReduction(count, about, self._check.compare_members)
+        self.reduction = ShardReduction(count, about, self.environment_check.compare_members)
         self._buffers = ShardBuffers(model, self.reduction.gather)
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
@@ -122,8 +117,7 @@ class VirtualWorkers:
         _all.add(self)
         align(model)
         self._use_threads()
-        self.seed_shard((), count)  # for what is drawn before the first batch
-        self._random.save_seeded(derived_key(seed, count))
+        self._random.seed(derived_key(seed, count), save=True)  # for what is drawn before the first batch
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -202,8 +196,7 @@ class VirtualWorkers:
             raise
         self._drop_gradients(keep=params)
         self._reduced = trains
-        self.seed_shard(key, self.count)
-        self._random.save_seeded(derived_key(self.seed, *key, self.count))
+        self._random.seed(derived_key(self.seed, *key, self.count), save=True)
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
@@ -280,7 +273,7 @@ class VirtualWorkers:
         return {
             "count": self.count,
             "seed": self.seed,
-            "environment": dict(self.environment),
+            "environment": dict(self.environment_check.environment),
             "random": self._random.encoded(),
         }
 
@@ -300,12 +293,8 @@ class VirtualWorkers:
                     f"the training was begun with {name}={then} of its virtual workers, and {name} is {now} now, which "
                     "gives another result; use the same"
                 )
-        self.compare_environment(state["environment"])
+        self.environment_check.compare(state["environment"])
         self._random.load(state["random"])
-
-    def compare_environment(self, then: Mapping[str, str]) -> None:
-        """Warn of what differs between the environment in which the training was begun and the present one."""
-        self._check.compare(then)
 
 
 virtual_workers = VirtualWorkers

@@ -118,7 +118,7 @@ class GlooCollectives:
         try:
             before = frozenset(open_sockets().values())
             pg = ProcessGroupGloo(store, self._owner.rank, len(addresses), _options(addresses[self._owner.rank]))
-            sockets = GroupSockets(before, set(addresses), store.addresses)
+            sockets = GroupSockets(before, set(addresses), [announced for _, _, announced in store.table])
             timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s)  # so that the driver acts first
             pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
         except BaseException as error:  # raised in the thread that waits

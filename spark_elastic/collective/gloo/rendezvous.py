@@ -77,11 +77,8 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
         self._round, self._name, self._rank, self._size = round, name, rank, size
         self._kind, self._note = kind, note
         self._own = ""
-        self.kinds: list[str] = []
-        self.notes: list[str] = []
-        """The members' kinds and notes, by rank."""
-        self.addresses: list[bytes] = []
-        """The members' addresses, by rank; empty before they were exchanged."""
+        self.table: list[tuple[str, str, bytes]] = []
+        """Each member's kind, note and address, by rank; empty before they were exchanged."""
         self.error: BaseException | None = None
         """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
 
@@ -90,19 +87,17 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self.addresses[int(key.removeprefix("0/"))]
+        return self.table[int(key.removeprefix("0/"))][2]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        if self.addresses:
+        if self.table:
             return
         try:
             found = self._link.gather(self._round, self._name, self._rank, self._size, self._own, CONNECT_TIMEOUT_S)
         except BaseException as error:
             self.error = error
             raise
-        table = [json.loads(each) for each in found]
-        self.kinds, self.notes = [kind for kind, _, _ in table], [note for _, note, _ in table]
-        self.addresses = [restore(address) for _, _, address in table]
+        self.table = [(kind, note, restore(address)) for kind, note, address in map(json.loads, found)]
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self.addresses)
+        return bool(self.table)

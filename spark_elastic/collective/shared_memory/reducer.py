@@ -88,68 +88,9 @@ def _described(code: int) -> str:
     return f"{_chunk_bytes(code)} bytes of {dtype}"
 
 
-# --- waiting for a peer -----------------------------------------------------------------------------
-
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
-
-
-class SpinWait:
-    """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it."""
-
-    def __init__(self, owner: GroupContext) -> None:
-        self._owner = owner
-        self._asleep_on = 0
-
-    def until(self, peer: Peer, counter: int, target: int) -> None:
-        """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
-
-        What the peer wrote before that count can be read afterwards.
-
-        Raises:
-            HorovodInternalError: the peer has left or died, or this round's collectives were ended.
-        """
-        if peer.counters[counter] < target:
-            self._wait(peer, counter, target)
-        fence()
-
-    def _wait(self, peer: Peer, counter: int, target: int) -> None:
-        counters = peer.counters
-        give_up = clock.monotonic() + SPIN_S
-        while clock.monotonic() < give_up:
-            for _ in range(4):
-                if counters[counter] >= target:
-                    return
-            os.sched_yield()
-        address = peer.counter_address(counter)
-        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
-        try:
-            while (value := counters[counter]) < target:
-                self._asleep_on = address
-                self._owner.check_alive()
-                if counters[LEFT]:
-                    fence()  # it counted its last chunks before it left
-                    if counters[counter] < target:
-                        raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
-                futex_wait(address, value, nap)
-                if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
-                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
-                nap = min(2 * nap, _LONGEST_NAP_S)
-                if not stalled and clock.monotonic() >= stall_at:
-                    stalled = True
-                    self._owner.report_stall(True)
-        finally:
-            self._asleep_on = 0
-            if stalled:
-                self._owner.report_stall(False)
-
-    def interrupt(self) -> None:
-        """Wake a sleeping wait so that it checks the round again; from any thread."""
-        if self._asleep_on:
-            futex_wake(self._asleep_on)
-
-
 # --- reducing ---------------------------------------------------------------------------------------
 
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
 _MOST_VIEWS = 1024
 
 
@@ -175,7 +116,8 @@ class SharedMemoryReducer:
         self._rank = owner.rank
         self._peers = peers
         self._base = first_count(owner.round)
-        self._spin_wait = SpinWait(owner)
+        self._asleep_on = 0
+        """The address of the counter that a wait sleeps on; 0: none sleeps."""
         self._closed = False
         self._launched = 0
         self._consumed = 0
@@ -221,7 +163,8 @@ class SharedMemoryReducer:
 
     def cut(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""
-        self._spin_wait.interrupt()
+        if address := self._asleep_on:
+            futex_wake(address)
 
     def close(self) -> None:
         self._own.leave()
@@ -271,7 +214,7 @@ class SharedMemoryReducer:
             else:
                 oldest = self._base + self._sent[0][0] + 1
                 for peer in self._peers:
-                    self._spin_wait.until(peer, CONSUMED, oldest)
+                    self._wait_until(peer, CONSUMED, oldest)
             self._reclaim()
         return pool.free.pop()
 
@@ -294,7 +237,7 @@ class SharedMemoryReducer:
         chunk = self._pending[0]
         due = self._base + chunk.number + 1
         for peer in self._peers:
-            self._spin_wait.until(peer, ARRIVED, due)
+            self._wait_until(peer, ARRIVED, due)
         if chunk.op is not None:
             parts = [self._part(chunk, peer) for peer in self._peers]
             # `out` is written after the first two parts were read, so it may be one of those two
@@ -326,3 +269,48 @@ class SharedMemoryReducer:
                 self._views.clear()
             found = self._views[key] = segment.view(offset, _chunk_bytes(code), dtype)
         return found
+
+    # --- waiting for a peer -----------------------------------------------------------------------
+
+    def _wait_until(self, peer: Peer, counter: int, target: int) -> None:
+        """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
+
+        It spins for a moment, then sleeps until the peer wakes it. What the peer wrote before that count can be read
+        afterwards.
+
+        Raises:
+            HorovodInternalError: the peer has left or died, or this round's collectives were ended.
+        """
+        if peer.counters[counter] < target:
+            self._spin_and_sleep(peer, counter, target)
+        fence()
+
+    def _spin_and_sleep(self, peer: Peer, counter: int, target: int) -> None:
+        counters = peer.counters
+        give_up = clock.monotonic() + SPIN_S
+        while clock.monotonic() < give_up:
+            for _ in range(4):
+                if counters[counter] >= target:
+                    return
+            os.sched_yield()
+        address = peer.counter_address(counter)
+        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
+        try:
+            while (value := counters[counter]) < target:
+                self._asleep_on = address
+                self._owner.check_alive()
+                if counters[LEFT]:
+                    fence()  # it counted its last chunks before it left
+                    if counters[counter] < target:
+                        raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+                futex_wait(address, value, nap)
+                if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
+                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
+                nap = min(2 * nap, _LONGEST_NAP_S)
+                if not stalled and clock.monotonic() >= stall_at:
+                    stalled = True
+                    self._owner.report_stall(True)
+        finally:
+            self._asleep_on = 0
+            if stalled:
+                self._owner.report_stall(False)

@@ -151,7 +151,7 @@ class ExactTorchEngine(TorchEngine):
         self._workers.seed_shard((epoch, position, _CALLBACKS), event)
 
     def conditions(self) -> dict[str, Any]:
-        return {"virtual_workers": self._workers.count, "environment": self._workers.environment}
+        return {"virtual_workers": self._workers.count, "environment": self._workers.environment_check.environment}
 
     def check_conditions(self, then: Mapping[str, Any]) -> None:
         if then.get("virtual_workers") != self._workers.count:
@@ -159,7 +159,7 @@ class ExactTorchEngine(TorchEngine):
                 f"the checkpoint was written with virtual_workers={then.get('virtual_workers')}, but virtual_workers "
                 f"is {self._workers.count} now; use another run_id to start over"
             )
-        self._workers.compare_environment(then["environment"])
+        self._workers.environment_check.compare(then["environment"])
 
     def finish(self) -> None:
         self.optimizer.zero_grad()

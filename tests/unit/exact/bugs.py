@@ -50,7 +50,7 @@ BUGS = (
     Bug(
         "random numbers after the step are those of the last shard",
         _WORKERS,
-        "        self.seed_shard(key, self.count)\n",
+        "        self._random.seed(derived_key(self.seed, *key, self.count), save=True)\n",
         "",
     ),
     Bug(
