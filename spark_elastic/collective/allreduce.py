@@ -158,10 +158,7 @@ def _reduce(
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Sum or average the members' sparse tensors by concatenating their entries; equal indices add up.
 

@@ -110,11 +110,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def queue_call(
-    group: Group,
-    kind: str,
-    name: str | None,
-    description: str,
-    launch: Callable[[Group], Launched | Launching],
+    group: Group, kind: str, name: str | None, description: str, launch: Callable[[Group], Launched | Launching]
 ) -> Handle:
     """Queue a collective for comparison with the other members' calls; return its handle.
 

@@ -312,10 +312,7 @@ class FusedReduction:
         self._parts: list[list[int]] = []
 
     def __call__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        scalars: torch.Tensor | None = None,
-        comparison: Comparison | None = None,
+        self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None, comparison: Comparison | None = None
     ) -> list[torch.Tensor]:
         """Return the reduced tensors, in the same order; in a world of one, `tensors` themselves.
 
@@ -341,11 +338,7 @@ class FusedReduction:
         return list(tensors)
 
     def _reduce(
-        self,
-        group: Group,
-        tensors: Sequence[torch.Tensor],
-        scalars: torch.Tensor | None,
-        comparison: Comparison | None,
+        self, group: Group, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None, comparison: Comparison | None
     ) -> list[torch.Tensor]:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:

@@ -76,7 +76,7 @@ class Group:
         """The texts that the members have sent one another when they connected, by rank."""
         self.why: str | None = None
         """The reason why the group is over; None while it is in use."""
-        self.log = CollectiveLog(link, round, name, rank, self.size)
+        self.log = CollectiveLog(link, self)
         self.negotiation = Negotiation(self)
         self.gloo = GlooCollectives(self)
         self.shared_memory: SharedMemoryReducer | None = None

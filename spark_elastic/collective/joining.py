@@ -30,13 +30,9 @@ _END = b"end"
 class CollectiveLog:
     """The last collectives of one group, by number; they are published once a rank has joined."""
 
-    def __init__(self, link: WorkerLink, round: int, group: str, rank: int, size: int) -> None:
+    def __init__(self, link: WorkerLink, group: GroupContext) -> None:
+        self._link, self._group = link, group
         self.count = 0
-        self._link = link
-        self._round = round
-        self._rank = rank
-        self._size = size
-        self._name = group
         self.joins = 0
         """The number of joins that all ranks have completed in this round; part of every key."""
         self._last: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=64)
@@ -59,7 +55,7 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            since = self._link.kv_get(self._round, f"{self._prefix(generation)}/first", FOREVER_S)
+            since = self._link.kv_get(self._group.round, f"{self._prefix(generation)}/first", FOREVER_S)
             if generation != self.joins:
                 return
             self._publishing = True
@@ -72,46 +68,43 @@ class CollectiveLog:
 
     def _publish(self, number: int, call: tuple[Any, ...]) -> None:
         plain = [part if isinstance(part, int) else str(part) for part in call]
-        self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
+        self._link.kv_set(self._group.round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
         return f"{self._prefix(self.joins)}/collective/{number}"
 
     def _prefix(self, generation: int) -> str:
         # with the name: a rank that has joined in one group must not take part in the collectives of another
-        return f"join/{self._name}/{generation}"
+        return f"join/{self._group.name}/{generation}"
 
     # --- the rank that joins ------------------------------------------------------------------
 
     @in_one_thread
-    def join(self, group: GroupContext) -> int:
+    def join(self) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self.joins)
         self._publishing = False
-        self._link.kv_set(self._round, f"{prefix}/first", str(self.count).encode())
+        self._link.kv_set(self._group.round, f"{prefix}/first", str(self.count).encode())
         counts: list[int] = []
-        waits = threading.Thread(
-            target=self._end_when_all_have, args=(prefix, self.count, counts), name="spark-elastic-join", daemon=True
-        )
+        args = prefix, self.count, counts
+        waits = threading.Thread(target=self._end_when_all_have, args=args, name="spark-elastic-join", daemon=True)
         waits.start()
-        while True:
-            call = self._link.kv_get(self._round, self._key(self.count), FOREVER_S)
-            if call == _END:
-                break
-            _contribute_neutral(group, *json.loads(call))
+        while (call := self._link.kv_get(self._group.round, self._key(self.count), FOREVER_S)) != _END:
+            _contribute_neutral(self._group, *json.loads(call))
         waits.join()
         if not counts:  # the round has ended between the end mark and the others' counts
-            raise HorovodInternalError(f"round {self._round} ended while its ranks were in hvd.join()")
+            raise HorovodInternalError(f"round {self._group.round} ended while its ranks were in hvd.join()")
         self.joins += 1
         self._asking = False
-        return max(range(self._size), key=lambda rank: (counts[rank], rank))
+        return max(range(self._group.size), key=lambda rank: (counts[rank], rank))
 
     def _end_when_all_have(self, prefix: str, count: int, counts: list[int]) -> None:
         """Put the number of collectives that each rank had launched when it joined into `counts`, and end the join."""
+        group = self._group
         try:
-            found = self._link.gather(self._round, prefix, self._rank, self._size, str(count), FOREVER_S)
+            found = self._link.gather(group.round, prefix, group.rank, group.size, str(count), FOREVER_S)
             counts += map(int, found)
-            self._link.kv_set(self._round, f"{prefix}/collective/{max(counts)}", _END)
+            self._link.kv_set(group.round, f"{prefix}/collective/{max(counts)}", _END)
         except (SparkElasticError, TimeoutError):
             return
 

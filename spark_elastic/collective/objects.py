@@ -24,10 +24,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the object of `root_rank`, sent as a pickle; `obj` itself on the root, and before the elastic loop.
 

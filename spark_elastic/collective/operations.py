@@ -114,10 +114,7 @@ def grouped_allgather_async(
 
 
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Overwrite `tensor` with the tensor of `root_rank`; type and shape must be the same on all members."""
     if is_provisional():
@@ -146,10 +143,7 @@ def broadcast_async_(
 
 
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite `tensor` with the tensor of `root_rank` and return it."""
     broadcast_async_(tensor, root_rank, name, process_set).wait()
@@ -157,10 +151,7 @@ def broadcast_(
 
 
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Broadcast the tensor of `root_rank` into a new tensor, the handle's result; see `broadcast_async_`."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
@@ -337,7 +328,7 @@ def join(device: int = -1) -> int:
     if group is None:
         return 0
     group.negotiation.settle()
-    last = group.log.join(group)
+    last = group.log.join()
     group.negotiation.reset_numbers()
     return last
 

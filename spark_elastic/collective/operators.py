@@ -55,15 +55,12 @@ Product = ReduceOp.Product
 Adasum = ReduceOp.Adasum
 """Horovod's adaptive sum. Not supported: a call raises `UnsupportedOperationError`."""
 
-_WIDENED = {torch.int16: torch.int32}
-"""The types that Gloo does not reduce, and the types that they are converted to for a reduction."""
-
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values of `dtype` are reduced in. Raise UsageError for one without a sensible reduction."""
     if dtype.is_complex:
         raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
-    return _WIDENED.get(dtype, dtype)
+    return torch.int32 if dtype is torch.int16 else dtype  # Gloo does not reduce int16
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
@@ -82,8 +79,7 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 def check_gradient_op(op: ReduceOp, predivide: float) -> None:
     """Raise UsageError for another operator than Average or Sum, or a predivide factor without Average."""
-    if op is Adasum:
-        _ = op.gloo
+    _ = op.gloo  # refuses Adasum
     if op not in (Average, Sum):
         raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
     if predivide != 1.0 and op is not Average:

@@ -136,7 +136,6 @@ class Process:
         Raises:
             HorovodInternalError: the new world broke before it was connected.
         """
-        assert self.link is not None
         self.leave()
         for chosen in list(self.sets.values()):
             if chosen.ends_with_world:

@@ -75,6 +75,7 @@ class GroupContext(Protocol):
     """The group, as its parts use it."""
 
     round: int
+    name: str
     rank: int
     size: int
     world_ranks: Sequence[int]

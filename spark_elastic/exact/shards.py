@@ -252,12 +252,7 @@ class VirtualWorkers:
         return gradients
 
     def _exchange(
-        self,
-        params: Sequence[torch.Tensor],
-        sums: PartialSums,
-        given: torch.Tensor,
-        matrix: torch.Tensor,
-        vote: float,
+        self, params: Sequence[torch.Tensor], sums: PartialSums, given: torch.Tensor, matrix: torch.Tensor, vote: float
     ) -> float:
         vector = torch.cat([matrix.view(-1), given, torch.tensor([vote], dtype=torch.float64)])
         results = self.reduction.exchange(params, sums, vector)

@@ -8,7 +8,7 @@ exchange these partial sums and add them up in the order of the tree (`ShardRedu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -63,16 +63,17 @@ def partials_of(count: int, size: int) -> tuple[tuple[Node, ...], ...]:
     return tuple(within(shards, (0, count)) if shards else () for shards in ranges)
 
 
+def sum_below(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+    """Return the sum at a node of the tree, from those of nodes below it, or at it."""
+    if node in known:
+        return known[node]
+    left, right = children(node)
+    return sum_below(left, known) + sum_below(right, known)
+
+
 def tree_sum(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows of a matrix, one for each shard, in the order of the tree."""
-
-    def value(node: Node) -> torch.Tensor:
-        if node[1] - node[0] == 1:
-            return rows[node[0]]
-        left, right = children(node)
-        return value(left) + value(right)
-
-    return value((0, len(rows))) + 0.0
+    return sum_below((0, len(rows)), {(shard, shard + 1): row for shard, row in enumerate(rows)}) + 0.0
 
 
 class PartialSums:
@@ -300,14 +301,7 @@ def _launch_slices(
 
     def add_up() -> Any:
         known = dict(zip((node for each in nodes for node in each), received, strict=True))
-        root = max(node[1] for node in known)
-
-        def value(node: Node) -> torch.Tensor:
-            if node in known:
-                return known[node]
-            left, right = children(node)
-            return value(left).add_(value(right))
-
-        return group.allgather(as_bytes(flat.buffer), as_bytes(value((0, root)).contiguous()))
+        total = sum_below((0, max(node[1] for node in known)), known)
+        return group.allgather(as_bytes(flat.buffer), as_bytes(total.contiguous()))
 
     return work, add_up

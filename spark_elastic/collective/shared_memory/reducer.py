@@ -24,12 +24,7 @@ from spark_elastic.collective.reduce import (
     Fill,
     GroupContext,
 )
-from spark_elastic.collective.shared_memory.combining import (
-    DTYPES,
-    OPERATORS,
-    combine_into,
-    operator_name,
-)
+from spark_elastic.collective.shared_memory.combining import DTYPES, OPERATORS, combine_into, operator_name
 from spark_elastic.collective.shared_memory.segments import (
     ARRIVED,
     CONSUMED,

@@ -56,7 +56,7 @@ BUGS = (
     Bug(
         "partial sums are added up as they arrive",
         _SUMS,
-        "as_bytes(value((0, root)).contiguous())",
+        "as_bytes(total.contiguous())",
         "as_bytes(functools.reduce(torch.add, reversed(received)))",
     ),
     Bug(
