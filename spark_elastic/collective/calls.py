@@ -24,11 +24,8 @@ from spark_elastic.errors import UsageError
 class Handle:
     """A collective that was called. Each call of `wait`, or of the handle, returns its result or raises its error.
 
-    Args:
-        group: the members; None: a world of one.
-        works: the operations of Gloo, NCCL or shared memory that were launched for it.
-        finish: makes the result once they are complete.
-        pending: the queued call, which has `works` and `finish` once the members have agreed.
+    It has the members (None: a world of one), the operations that were launched for it, and the function that makes its
+    result once they are complete; or the pending call, which has both once the members have agreed.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")

@@ -22,10 +22,7 @@ from spark_elastic.wire.worker_link import WorkerLink
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory.
-
-    Gloo has fewer types than torch, but it moves bytes.
-    """
+    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory; Gloo lacks some of torch's types."""
     if not tensor.numel():  # an empty tensor may have a stride of 0, which cannot be viewed as another type
         return tensor.new_empty(0, dtype=torch.uint8)
     # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride

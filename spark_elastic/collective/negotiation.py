@@ -121,11 +121,7 @@ class Negotiation:
         problem: str = "",
         detail: str = "",
     ) -> Pending:
-        """Add a collective; it is launched when it is waited for, or earlier. See `Pending` for the arguments.
-
-        Raises:
-            UsageError: one with this name is queued already.
-        """
+        """Add a call, to be launched when it is waited for, or earlier. Raise UsageError if its name is in use."""
         if name is None:
             number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
             key = f"{kind} {number}"

@@ -88,11 +88,7 @@ def sign(purpose: str, about: str, data: bytes) -> bytes:
 
 
 def verify(purpose: str, about: str, message: bytes, what: str) -> bytes:
-    """Return the data of a message of `sign`.
-
-    Raises:
-        AuthenticationError: `what` was not sent by a worker of this job.
-    """
+    """Return the data of a message of `sign`; raise AuthenticationError if `what` comes from no worker of this job."""
     data = message[_MAC_BYTES:]
     if not hmac.compare_digest(message[:_MAC_BYTES], _mac(purpose, about, data)):
         raise AuthenticationError(

@@ -30,11 +30,7 @@ class ReduceOp(Enum):
 
     @property
     def gloo(self) -> Any:
-        """The operator of Gloo; for an average, the sum, which the caller then divides.
-
-        Raises:
-            UnsupportedOperationError: for Adasum.
-        """
+        """The operator of Gloo; for an average, the sum. Raises UnsupportedOperationError for Adasum."""
         if self is ReduceOp.Adasum:
             raise UnsupportedOperationError(
                 "Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())"
@@ -64,11 +60,7 @@ def wire_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return the operator that a call asks for; `average` is Horovod's older argument for it.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """Return the operator that a call asks for; `average` is Horovod's older argument. Raise ValueError for both."""
     if average is None:
         return op or Average
     if op is not None:

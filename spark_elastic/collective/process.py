@@ -27,6 +27,9 @@ class ChosenRanks(Protocol):
     """It was added inside of the elastic loop, and is removed with the present world."""
 
     @property
+    def process_set_id(self) -> int | None: ...
+
+    @property
     def ranks(self) -> list[int]: ...
 
 
@@ -84,7 +87,8 @@ class Process:
         if self.position is not None and not self.provisional:
             return
         for chosen in sets:
-            self.register(chosen)
+            if chosen.process_set_id is None:
+                self.register(chosen)
         if self.position is not None:
             return
         self.link = worker_link.current()
@@ -131,11 +135,7 @@ class Process:
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
 
     def adopt(self, assignment: Assignment) -> None:
-        """Leave the present world and join the one of this assignment.
-
-        Raises:
-            HorovodInternalError: the new world broke before it was connected.
-        """
+        """Leave the present world and join this one. Raise HorovodInternalError if it broke before it was connected."""
         self.leave()
         for chosen in list(self.sets.values()):
             if chosen.ends_with_world:
@@ -193,10 +193,9 @@ class Process:
     # --- sets of chosen ranks -----------------------------------------------------------------
 
     def register(self, chosen: ChosenRanks) -> None:
-        """Give the set an id, which makes it usable, unless it has one."""
-        if self.id_of(chosen) is None:
-            self.sets[self._next_set] = chosen
-            self._next_set += 1
+        """Give the set an id, which makes it usable."""
+        self.sets[self._next_set] = chosen
+        self._next_set += 1
 
     def id_of(self, chosen: ChosenRanks) -> int | None:
         """Return the id of a set of chosen ranks; None if it is not in use."""

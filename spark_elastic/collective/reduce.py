@@ -2,7 +2,7 @@
 
     tensor      way                         if
     on the CPU  `shared_memory`             all members are on one host and can open one another's memory, and the
-                                            type and operator are in `combining`
+                                            type and operator are in its `reducer`
     on the CPU  Gloo's ring (`gloo`)        always
     on a GPU    NCCL (`gpu`)                each member has a GPU of its own, and a torch and NCCL that can be aborted
     on a GPU    a copy in the host's        always

@@ -57,11 +57,7 @@ class FinishedLoop(NamedTuple):
 
 
 class LoopHistory:
-    """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
-
-    Args:
-        owner: The process, whose `in_loop` this sets.
-    """
+    """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them."""
 
     def __init__(self, owner: Process) -> None:
         self._process = owner

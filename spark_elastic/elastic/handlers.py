@@ -203,11 +203,7 @@ class Handlers:
         self.plain = PlainAttributes(owner, plain)
 
     def add(self, name: str, value: Any, in_loop: bool) -> bool:
-        """Keep an attribute that is about to be set and that has no handler; return True if it has one now.
-
-        Raises:
-            UsageError: The state cannot keep the value.
-        """
+        """Keep an attribute that is about to be set, or raise UsageError; return True if it has a handler now."""
         if is_atom(value) and name in self.plain.names:
             return False
         new = self.plain.is_new(name)
@@ -316,12 +312,7 @@ class Handlers:
         return extra
 
     def copy_from(self, kept: Handlers) -> None:
-        """Take over the values of `kept`, which are of another state in this process.
-
-        Raises:
-            StateNotMovableError: A handler overrides `sync`.
-            UsageError: A value cannot have the tensors of its counterpart.
-        """
+        """Take over the values of another state; raise StateNotMovableError if a handler overrides `sync`."""
         own = self.with_own_sync
         if own:
             raise StateNotMovableError(kind=type(self.by_name[own[0]]).__qualname__)

@@ -27,11 +27,7 @@ running_loop: ContextVar[StepCounter | None] = ContextVar("running_loop", defaul
 
 
 class StepCounter:
-    """The version of a state, and the steps that its optimizers have made since the last mark.
-
-    Args:
-        report: A function to call with each new version.
-    """
+    """The version of a state, which is passed to `report`, and the steps of its optimizers since the last mark."""
 
     def __init__(self, report: Callable[[StateVersion], None]) -> None:
         self.version: StateVersion | None = None

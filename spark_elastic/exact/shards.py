@@ -234,10 +234,7 @@ class VirtualWorkers:
 
     @staticmethod
     def _taken(params: Sequence[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients of a shard, zeros where there is none, and take them from the parameters.
-
-        Elements of `given` become 1 where there is one.
-        """
+        """Take a shard's gradients from the parameters, zeros where there are none; `given` becomes 1 where there are."""
         gradients = []
         for at, param in enumerate(params):
             gradient, param.grad = param.grad, None

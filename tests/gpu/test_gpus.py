@@ -29,7 +29,7 @@ STEPS = 30
 
 def alone(check_alive=lambda: None, report_stall=lambda begins: None):
     owner = SimpleNamespace(rank=0, size=1, check_alive=check_alive, report_stall=report_stall)
-    made = NcclReductions(owner, dist.HashStore, 0.05)
+    made = NcclReductions(owner, dist.HashStore)
     made.connect(torch.device("cuda", 0))
     return made
 

@@ -48,10 +48,7 @@ _CONNECTION_ERROR = re.compile(
 
 
 class GlooCollectives:
-    """The collectives over Gloo. One thread uses it; `cut`, which ends them, may be called from any thread.
-
-    `owner` is the group, which reports the end of its round.
-    """
+    """The collectives over Gloo of the group `owner`. One thread uses it; `cut`, which ends them, any may call."""
 
     def __init__(self, owner: GroupContext) -> None:
         self._owner = owner

@@ -187,10 +187,7 @@ def free_ended_groups() -> None:
 
 
 class Graveyard:
-    """Process groups that are over, whose connections were shut down, and that are to be destroyed in a moment.
-
-    A thread destroys them. It ends when there is nothing more to do.
-    """
+    """Process groups that are over, whose connections were shut down, and that a thread destroys in a moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

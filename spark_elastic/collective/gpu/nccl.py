@@ -92,21 +92,13 @@ class NcclWork(NamedTuple):
 class NcclReductions:
     """Reductions by NCCL in one group and round, if all members can use it. One thread uses it; any may call `cut`.
 
-    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store. A wait that takes
-    longer than `stall_s` is reported. `runtime` has the calls of CUDA and NCCL.
+    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store.
     """
 
-    def __init__(
-        self,
-        owner: GroupContext,
-        connect_store: Callable[[], Any],
-        stall_s: float = STALL_S,
-        runtime: CudaRuntime | None = None,
-    ) -> None:
+    def __init__(self, owner: GroupContext, connect_store: Callable[[], Any]) -> None:
         self._owner = owner
         self._connect_store = connect_store
-        self._stall_s = stall_s
-        self._runtime = runtime or CudaRuntime()
+        self._runtime = CudaRuntime()
         self._device: Any = None
         """The device of the communicator; None before the members have decided."""
         self.used = False
@@ -124,11 +116,7 @@ class NcclReductions:
     # --- deciding and connecting ------------------------------------------------------------------
 
     def reduces(self, tensor: torch.Tensor, op: Any = None) -> bool:
-        """Return True if NCCL reduces this tensor. The first call decides that, together with all members.
-
-        Raises:
-            HorovodInternalError: a peer is gone.
-        """
+        """Return True if NCCL reduces this tensor; the first call decides that, together with all members."""
         if self._device is None:
             self._decide(tensor.device)
             self._device = tensor.device
@@ -216,7 +204,7 @@ class NcclReductions:
         try:
             work.work.wait()  # the stream waits, this thread does not
             done = self._runtime.mark(self._device)
-            if not self._ended(work.work, done, self._stall_s):
+            if not self._ended(work.work, done, STALL_S):
                 self._owner.report_stall(True)
                 try:
                     while not self._ended(work.work, done, 0.1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from spark_elastic.collective.reduce import (
     Fill,
     GroupContext,
 )
-from spark_elastic.collective.shared_memory.combining import DTYPES, OPERATORS, combine_into, operator_name
 from spark_elastic.collective.shared_memory.segments import (
     ARRIVED,
     CONSUMED,
@@ -41,6 +41,38 @@ from spark_elastic.collective.shared_memory.segments import (
     futex_wake,
 )
 from spark_elastic.errors import HorovodInternalError, UsageError
+
+# --- combining, in the order of the ranks ---------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+"""The types that are combined here; Gloo reduces others."""
+OPERATORS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
+    "SUM": (0, torch.add),
+    "PRODUCT": (1, torch.mul),
+    "MIN": (2, torch.minimum),
+    "MAX": (3, torch.maximum),
+}
+"""The operators by Gloo's names: their numbers in `chunk_code`, and their functions."""
+
+
+def operator_name(op: Any) -> str:
+    """Return the name of Gloo's operator, without the name of its class."""
+    return str(op).rsplit(".", 1)[-1]
+
+
+def combine_into(parts: Sequence[torch.Tensor], out: torch.Tensor, op: Any) -> None:
+    """Combine parts into `out`, which may be one of the first two; types of 16 bits are rounded once, at the end."""
+    combine = OPERATORS[operator_name(op)][1]
+    if len(parts) > 2 and out.dtype in (torch.float16, torch.bfloat16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = combine(total, part)
+        out.copy_(total)
+        return
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+
 
 # --- chunks and their codes in the table ----------------------------------------------------------------
 
@@ -71,7 +103,7 @@ def chunk_code(tensor: torch.Tensor, op: Any) -> int:
     """Encode size, type and operator (None: a broadcast) in one number; equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
     number = _BROADCAST if op is None else OPERATORS[operator_name(op)][0]
-    return nbytes << 16 | DTYPES[tensor.dtype] << 8 | number
+    return nbytes << 16 | DTYPES.index(tensor.dtype) << 8 | number
 
 
 def _chunk_bytes(code: int) -> int:
@@ -79,8 +111,7 @@ def _chunk_bytes(code: int) -> int:
 
 
 def _described(code: int) -> str:
-    dtype = next((str(dtype) for dtype, number in DTYPES.items() if number == code >> 8 & 0xFF), "?")
-    return f"{_chunk_bytes(code)} bytes of {dtype}"
+    return f"{_chunk_bytes(code)} bytes of {DTYPES[code >> 8 & 0xFF]}"
 
 
 # --- reducing ---------------------------------------------------------------------------------------
@@ -100,10 +131,7 @@ class SharedWork(NamedTuple):
 
 
 class SharedMemoryReducer:
-    """Reductions and broadcasts among the members of a group, which are all on one host.
-
-    One thread uses it; `cut` may be called from another.
-    """
+    """Reductions and broadcasts in a group on one host. One thread uses it; `cut` may be called from another."""
 
     def __init__(self, own: OwnSegment, peers: list[Peer], owner: GroupContext) -> None:
         self._owner = owner
@@ -126,10 +154,7 @@ class SharedMemoryReducer:
         return tensor.dtype in DTYPES and operator_name(op) in OPERATORS
 
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
-        """Send a contiguous tensor, or the values that `fill` writes; after `wait` the tensor holds the result.
-
-        Blocks while there is no free slot.
-        """
+        """Send a contiguous tensor, or what `fill` writes; after `wait` the tensor holds the result. May block."""
         return self._launch(tensor, op, 0, fill)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> SharedWork:

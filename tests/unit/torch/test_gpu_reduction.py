@@ -244,7 +244,8 @@ class Round:
         self.stalled.set()
 
     def communicator(self, stub):
-        made = NcclReductions(self, lambda: None, 0.01, runtime=stub)
+        made = NcclReductions(self, lambda: None)
+        made._runtime = stub
         made.connect(torch.device("cuda", 0))
         return made
 
@@ -323,7 +324,8 @@ def test_store_outlives_its_communicator_for_torchs_watchdog():
 
     store = Store()
     alive, stores = weakref.ref(store), [store]
-    communicator = NcclReductions(Round(), stores.pop, 0.01, runtime=Stub(Never()))
+    communicator = NcclReductions(Round(), stores.pop)
+    communicator._runtime = Stub(Never())
     communicator.connect(torch.device("cuda", 0))
     del store
     gc.collect()
@@ -340,7 +342,8 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
             return stub
 
     entered = threading.Event()
-    communicator = NcclReductions(here, lambda: None, 0.01, runtime=Slow(None))
+    communicator = NcclReductions(here, lambda: None)
+    communicator._runtime = Slow(None)
 
     def cut():
         entered.wait(10)
