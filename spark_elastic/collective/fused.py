@@ -41,15 +41,14 @@ class Bucket:
     Args:
         params: tensors of one type and device; only their shapes are used.
         compression: the compressor of the sent values.
-        flags: the number of elements for `flags`.
-        piggyback: the number of float64 or float32 numbers that are reduced with the gradients.
+        flags, piggyback: the numbers of elements of these attributes.
         align: each view begins at a multiple of this many bytes.
 
     Attributes:
         flat: the buffer, for the gradients, then the piggyback numbers, then `given`, then `flags`.
         views: the gradients in `flat`, shaped like their parameters.
-        piggyback: the view of `flat` with the numbers sent along; None without such numbers, or if the sent type would
-            round them.
+        piggyback: float64 or float32 numbers that are reduced with the gradients; None without such numbers, or if the
+            sent type would round them.
         given: an element of `flat` for each gradient: the number of members that gave one, or what rounding leaves of
             that number, which is never 0.
         flags: the last elements of `flat`, which are summed without scaling; None if the bucket has none. The first

@@ -52,13 +52,6 @@ class Group:
 
     One thread uses it; `cut`, which ends it, may be called from any thread. All members launch its collectives in the
     same order, and wait for them in any order. Each launch returns the work to wait for.
-
-    Args:
-        link: the link to the driver.
-        round: the number of the world.
-        name: identifies the group among those of the round.
-        rank: of this member in the group.
-        world_ranks: the members' ranks in the world.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, world_ranks: Sequence[int]) -> None:

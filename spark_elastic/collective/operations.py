@@ -60,14 +60,7 @@ __all__ = [
 
 
 def is_provisional() -> bool:
-    """Return True while this process is in no world, so that its collectives are local.
-
-    That is so for a newcomer and for a process that runs its function again, until the elastic loop is entered; and for
-    all processes during their reset callbacks.
-
-    Raises:
-        NotInitializedError: `init` has not been called.
-    """
+    """Return True while this process is in no world, see `Process.provisional`; raise an error before `init`."""
     process.require()
     return process.provisional
 

@@ -110,14 +110,9 @@ class Process:
                 self.join_next(None, 0)
 
     def join_next(self, version: StateVersion | None, loop: int) -> bool:
-        """Leave the present world, and wait until a later one is connected.
+        """Leave the present world, with a state of this version, and wait until a later one is connected.
 
-        Args:
-            version: of the state of this process.
-            loop: the number of the elastic loop that this process has entered; 0: none.
-
-        Returns:
-            True; False if the job is in a later loop, so that this process is in no world.
+        Return False, in no world, if the job is in a later loop than `loop`, the one that was entered last (0: none).
         """
         assert self.link is not None
         while True:

@@ -99,14 +99,9 @@ class CollectiveFrontend:
         return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
 
     def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
-        """Leave a world that broke or is about to change, and wait until another one is connected.
+        """Leave a world that broke or is about to change, with a state of this version, and wait for another one.
 
-        Args:
-            version: The version of this member's state.
-            moved: Whether `Entry.moved` is True in any case.
-
-        Raises:
-            LaterLoop: The job is in a later loop.
+        `moved`: `Entry.moved` is True in any case. Raises LaterLoop if the job is in a later loop.
         """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)

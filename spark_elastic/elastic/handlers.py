@@ -38,12 +38,9 @@ H = TypeVar("H", bound="StateHandler")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layout.
+    """One tensor of a layout; `key` is its name within the value.
 
     Attributes:
-        key: The name of the tensor within the value.
-        shape: The tensor's shape.
-        dtype: The tensor's type.
         on_cpu: True if the tensor is on the CPU even when the parameter that it belongs to is not.
     """
 
@@ -178,10 +175,7 @@ class StateDictHandler(StateHandler):
 class Handlers:
     """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
 
-    Args:
-        owner: The state.
-        handler_for: A function that returns the handler of a value, or None for a plain value.
-        values: The values by name.
+    `handler_for` returns the handler of a value, or None for a plain value.
     """
 
     def __init__(

@@ -27,15 +27,7 @@ and is done at resume points alone.
 
 
 class RandomStates:
-    """The states of the global generators and of others, seeded for each shard.
-
-    Args:
-        named: More generators: `torch.Generator` on the CPU, `numpy.random.Generator`, `numpy.random.RandomState` or
-            `random.Random`, in an order that is the same on all workers.
-
-    Raises:
-        UsageError: An object is not such a generator.
-    """
+    """The states of the global generators and of the `named` ones, seeded for each shard; see `VirtualWorkers`."""
 
     def __init__(self, named: Iterable[Any] = ()) -> None:
         found = [torch.default_generator, np.random.mtrand._rand, random._inst, *named]

@@ -234,7 +234,7 @@ class VirtualWorkers:
 
     @staticmethod
     def _taken(params: Sequence[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
-        """Take a shard's gradients from the parameters, zeros where there are none; `given` becomes 1 where there are."""
+        """Take a shard's gradients from the parameters, zeros where there are none; `given` is 1 where there are."""
         gradients = []
         for at, param in enumerate(params):
             gradient, param.grad = param.grad, None

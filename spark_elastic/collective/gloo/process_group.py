@@ -78,11 +78,10 @@ class GlooCollectives:
             store: the rendezvous.
             addresses: those that the members bind to, by rank.
             stall_timeout_s: the driver ends a round in which a collective takes longer.
-            meanwhile: a function to call with one that returns True once it must return.
+            meanwhile: a function to call with one that returns True once it must return; its exceptions are raised.
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
-            Exception: of `meanwhile`.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.

@@ -63,12 +63,8 @@ def restore(text: str) -> bytes:
 class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
     """The store through which the members of one group exchange their addresses.
 
-    Each member sends its own to the driver, which answers all of them with one table once it has all addresses.
-
-    Args:
-        link, round, name, rank, size: identify the group, and this member in it.
-        kind: the kind of device that this member's tensors may be on, "cpu" or "gpu".
-        note: a text for the other members.
+    Each member sends its own to the driver, which answers all of them with one table once it has all addresses. `kind`
+    is that of the device that its tensors may be on, "cpu" or "gpu"; `note` is a text for the other members.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, size: int, kind: str, note: str) -> None:

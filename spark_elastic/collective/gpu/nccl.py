@@ -144,12 +144,7 @@ class NcclReductions:
             log.warning("gradients on GPUs are added up through the hosts' memory, not by NCCL: %s", self.reason)
 
     def connect(self, device: torch.device) -> None:
-        """Make the communicator; all members call this together.
-
-        Raises:
-            HorovodInternalError: the driver has ended the round in the meantime.
-            RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
-        """
+        """Make the communicator; all members call this together. Raise RuntimeError if NCCL fails or is too slow."""
         self._device = device
         # torch's watchdog asks the store as long as the process group lives. If only C++ still refers to it, the
         # methods of its Python class are gone, and torch warns of a pure virtual function.

@@ -293,10 +293,7 @@ class SharedMemoryReducer:
     # --- waiting for a peer -----------------------------------------------------------------------
 
     def _wait_until(self, peer: Peer, counter: int, target: int) -> None:
-        """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
-
-        It spins for a moment, then sleeps until the peer wakes it. What the peer wrote before that count can be read
-        afterwards.
+        """Block until the counter of this index is at least `target`; what the peer wrote before can be read then.
 
         Raises:
             HorovodInternalError: the peer has left or died, or this round's collectives were ended.
