@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from spark_elastic.collective.operators import (
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.errors import HorovodInternalError
 
 # --- buckets ----------------------------------------------------------------------------------------
@@ -260,17 +261,6 @@ _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
 
 
-class Comparison(Protocol):
-    """Compares the parameters of the members, before the first step that trains them."""
-
-    @property
-    def left(self) -> int:
-        """The number of comparisons that may be necessary."""
-
-    def compare(self, group: Group, left: int) -> int:
-        """Compare, on all members; `left` is the most that a member has. Returns the number that is left now."""
-
-
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
 
@@ -304,14 +294,17 @@ class FusedReduction:
         self._piggyback_width = 0
         self._agreed_on: Group | None = None
         """The group whose members were found to have the same plan."""
-        self._comparison: Comparison | None = None
+        self._comparison: VariableComparison | None = None
         """Compares the parameters before the next step in this group; None: they are equal."""
         self._left = 0
         self._sets: list[list[Bucket]] = []
         self._parts: list[list[int]] = []
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None, comparison: Comparison | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        scalars: torch.Tensor | None = None,
+        comparison: VariableComparison | None = None,
     ) -> list[torch.Tensor]:
         """Return the reduced tensors, in the same order; in a world of one, `tensors` themselves.
 
@@ -337,7 +330,11 @@ class FusedReduction:
         return list(tensors)
 
     def _reduce(
-        self, group: Group, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None, comparison: Comparison | None
+        self,
+        group: Group,
+        tensors: Sequence[torch.Tensor],
+        scalars: torch.Tensor | None,
+        comparison: VariableComparison | None,
     ) -> list[torch.Tensor]:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:
@@ -389,7 +386,7 @@ class FusedReduction:
         self._sets = []
         self._agreed_on = None
 
-    def _agree(self, group: Group, comparison: Comparison | None) -> None:
+    def _agree(self, group: Group, comparison: VariableComparison | None) -> None:
         """Compare the plan with those of the other members, and find out whether to compare the parameters."""
         shapes = "; ".join(f"{dtype} {list(shape)}" for shape, dtype in self._kinds)
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"

@@ -18,11 +18,11 @@ import torch
 
 from spark_elastic import clock
 from spark_elastic.collective.calls import agree
+from spark_elastic.collective.digest import digest
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.elastic.digest import digest
 from spark_elastic.elastic.plain_values import (
     SLOW_COPY_S,
     PlainAttributes,

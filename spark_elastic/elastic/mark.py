@@ -17,8 +17,8 @@ import torch
 
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
+from spark_elastic.collective.replicas import check_equal
 from spark_elastic.elastic.handlers import Handlers
-from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import StateVersion
 

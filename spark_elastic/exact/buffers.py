@@ -102,21 +102,18 @@ class ShardBuffers:
             self._combine_norm(norm, [rows[shard, at:end] for shard in present])
             at = end
         if contents is not None:
-            for name, _, _, buffer in self._others:
-                values = contents.pop(0)
+            for (name, _, _, buffer), values in zip(self._others, contents, strict=True):
                 self._combine_other(name, buffer, [values[shard] for shard in present])
 
     def _combine_norm(self, norm: Any, shards: Sequence[torch.Tensor]) -> None:
         counted, first = norm.num_batches_tracked, float(norm.num_batches_tracked)
-        mean, var = (self._before[id(each)][1] for each in (norm.running_mean, norm.running_var))
         with torch.no_grad():
             for shard in shards:
                 passes = float(shard[0])
                 if not passes:
                     continue
-                for buffer, before, left in zip(
-                    (norm.running_mean, norm.running_var), (mean, var), shard[1:].chunk(2), strict=True
-                ):
+                for buffer, left in zip((norm.running_mean, norm.running_var), shard[1:].chunk(2), strict=True):
+                    before = self._before[id(buffer)][1]
                     if norm.momentum is None:  # the average of all passes so far
                         count = float(counted)
                         total = buffer.double() * count + left * (first + passes) - before.double() * first

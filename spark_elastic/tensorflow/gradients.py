@@ -12,7 +12,7 @@ from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.operators import Average, Compression, Compressor, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.elastic.replicas import VariableComparison
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.tensorflow.host import (
     Array,
     array_from,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spark_elastic.collective.digest import digest
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.operators import Max
-from spark_elastic.elastic.digest import digest
 from spark_elastic.errors import MismatchError
 
 _BROADCAST = (
