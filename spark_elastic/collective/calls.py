@@ -18,8 +18,6 @@ from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.operators import ReduceOp
 from spark_elastic.errors import UsageError
 
-# --- handles ----------------------------------------------------------------------------------------
-
 
 class Handle:
     """A collective that was called. Each call of `wait`, or of the handle, returns its result or raises its error.
@@ -47,11 +45,10 @@ class Handle:
 
     @in_one_thread
     def done(self) -> bool:
-        if self._pending is not None:
-            try:
-                self._launch()
-            except Exception as error:
-                self._fail(error)
+        try:
+            self._launch()
+        except Exception as error:
+            self._fail(error)
         return all(work.is_completed() for work in self._works)
 
     @in_one_thread
@@ -153,9 +150,6 @@ def describe_reduction(
     """Return the description of a reduction of these tensors, for `queue_call`."""
     factors = "" if prescale == postscale == 1.0 else f", factors {prescale} and {postscale}"
     return f"{'; '.join(map(describe_tensor, tensors))}, op={op.name}{factors}"
-
-
-# --- launching ----------------------------------------------------------------------------------------
 
 
 def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:

@@ -33,8 +33,6 @@ from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.errors import HorovodInternalError
 
-# --- buckets ----------------------------------------------------------------------------------------
-
 
 class Bucket:
     """Gradients of one type that are reduced together.
@@ -102,13 +100,8 @@ class Bucket:
     def send(self, group: Group, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Launch the reduction of the scaled gradients; `flags` and `piggyback` are sent with their present values.
 
-        Rounding and a user's compressor are applied to the gradients alone.
-
-        Args:
-            group: the members.
-            op: Gloo's operator.
-            gradients: in the order of `params`, shaped like them; None: this member has none. They may be the views,
-                and are no longer needed when this returns.
+        Rounding and a user's compressor are applied to the gradients alone. These are in the order of `params` and
+        shaped like them; None: this member has none. They may be the views, and are no longer needed afterwards.
 
         Returns:
             The work. After waiting for it, call `unpack`.
@@ -176,11 +169,8 @@ class Bucket:
         self.flat[end:].copy_(rest)
 
     def given_by_none(self) -> list[int]:
-        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`.
-
-        A member that gave all of them does not read `given`, which on a GPU would take as long as the sum.
-        """
-        if not self._missing:
+        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`."""
+        if not self._missing:  # to read `given` would take as long as the sum on a GPU
             return []
         counts = self.given.tolist()
         return [at for at in self._missing if not counts[at]]

@@ -128,10 +128,7 @@ def broadcast_tensors(
 
     Small tensors are packed into chunks of at most `_CHUNK_BYTES`. Each large one is sent separately, without a copy if
     it is contiguous.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-        MismatchError: types or shapes differ between members.
+    Raises MismatchError if types or shapes differ between members.
     """
     group = process_set.group()
     root = process_set.set_rank_of(root_rank)

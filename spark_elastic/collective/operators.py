@@ -85,26 +85,18 @@ def scaling_factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype
     """Return the factors to multiply gradients by before and after their sum over `size` members, in the type `wire`.
 
     `predivide` is the divisor before the sum, if not 1. By default an average is divided completely before the sum:
-    that costs nothing extra, since gradients are copied anyway. float16 is divided about half, see `float16_prescale`.
+    that costs nothing extra, since gradients are copied anyway.
     """
     divisor = size if op is Average else 1
     if predivide != 1.0:
         return 1.0 / predivide, predivide / divisor
     if wire is torch.float16:
-        before = float16_prescale(size)
+        # The range is 6e-8 to 65,504. If gradients are divided by the size before the sum, one of 1e-6 becomes 0 from
+        # 64 members on; if they are not, the sum of 64 values of 1,024 is infinite. A power of two near 1 / sqrt(size)
+        # keeps 1e-6, and values up to 8,000. Larger ones become infinite, as loss scalers expect; nothing is clipped.
+        before = 2.0 ** -round(math.log2(size) / 2)
         return before, 1.0 / (divisor * before)
     return 1.0 / divisor, 1.0
-
-
-def float16_prescale(size: int) -> float:
-    """Return a power of two near 1 / sqrt(size), to multiply float16 values by before `size` of them are summed.
-
-    float16 has a range of 6e-8 to 65,504. If gradients are divided by the size before the sum, one of 1e-6 becomes 0
-    from 64 members on; if they are not divided before, the sum of 64 values of 1,024 is infinite. With about half of
-    the division before the sum, 1e-6 is kept and values up to 8,000 do not overflow. Larger ones become infinite, as
-    loss scalers expect; nothing is clipped.
-    """
-    return 2.0 ** -round(math.log2(size) / 2)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -190,9 +182,8 @@ def compressed_sum_scaling(
 
     Returns the operator for them, and the factors to multiply by before `compress` and after `decompress`.
     """
-    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
-        return op, 1.0, 1.0
-    if not (issubclass(compression, CastCompressor) and compression.dtype is torch.float16):
+    to_float16 = issubclass(compression, CastCompressor) and compression.dtype is torch.float16
+    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point or not to_float16:
         return op, 1.0, 1.0
     return Sum, *scaling_factors(op, 1.0, size, torch.float16)
 

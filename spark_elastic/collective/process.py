@@ -242,17 +242,6 @@ class Process:
         finally:
             self.is_local = False
 
-    def _warn_local(self) -> None:
-        """Log that a collective is local: each time in a reset callback, otherwise once, as a warning."""
-        if self.is_local:
-            log.info("a collective in a reset callback reaches no other worker, and gives this worker's own values")
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                "this worker joins the others in the elastic loop; until then its collectives reach no other "
-                "worker, and give its own values. Keep what was computed with them in the state, which the loop brings"
-            )
-
     def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
         """Return the group of this round with that name; all its members connect it together at its first use.
 
@@ -263,7 +252,15 @@ class Process:
             HorovodInternalError: the round is over.
         """
         if self.provisional:
-            self._warn_local()
+            if self.is_local:
+                log.info("a collective in a reset callback reaches no other worker, and gives this worker's own values")
+            elif not self._warned:
+                self._warned = True
+                log.warning(
+                    "this worker joins the others in the elastic loop; until then its collectives reach no other "
+                    "worker, and give its own values. Keep what was computed with them in the state, which the loop "
+                    "brings"
+                )
             return None
         if name in self._groups:
             group = self._groups[name]

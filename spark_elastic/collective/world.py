@@ -96,16 +96,15 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
 
     Meanwhile the queues of other groups are compared: a member may come here only once those are done.
     """
-    all_are_here: Future[None] = Future()
+    all_are_here: Future[list[str]] = Future()
     start = clock.monotonic()
 
     def wait() -> None:
         try:
-            link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+            here = link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+            all_are_here.set_result(here)
         except BaseException as error:
             all_are_here.set_exception(error)
-        else:
-            all_are_here.set_result(None)
 
     link.blocked(True)
     try:

@@ -81,10 +81,7 @@ class LoopHistory:
         return len(self._finished)
 
     def version_before(self) -> StateVersion | None:
-        """Return the version of the state that this process brings from the previous loop.
-
-        None if there is none, or if this process has skipped a loop and so does not have its state.
-        """
+        """Return the version of the state that this process brings from the loop before; None if it skipped one."""
         before = self.kept(self.entered - 1)
         if before is None or before.state is None or any(loop.state is None for loop in self._finished):
             return None
@@ -136,12 +133,7 @@ def offer_result(loop: int) -> None:
 
 
 def result_of(loop: int) -> Any:
-    """Return the result that other members had in a loop that this process skips.
-
-    Raises:
-        LoopResultError: The result cannot be sent, or did not arrive in time.
-        AuthenticationError: It was not sent by a worker of this job.
-    """
+    """Return the result that others had in a loop that is skipped here. Raise LoopResultError if it does not come."""
     link = process.link
     assert link is not None
     try:

@@ -52,10 +52,7 @@ class CollectiveFrontend:
     result_of = staticmethod(result_of)
 
     def agree_on_update(self) -> bool:
-        """Return True, on every member alike, if any member knows of a coming world.
-
-        This needs a small reduction, unless gradients were reduced since the last check.
-        """
+        """Return True, on all members alike, if any of them knows of a coming world; at most a small reduction."""
         if process.link is None or process.provisional:
             return False
         agreed, process.update_agreed = process.update_agreed, None

@@ -320,10 +320,7 @@ class Handlers:
             handler.set_light(other.light())
 
     def values(self) -> dict[str, Any]:
-        """Return all values, for a checkpoint: light parts with the layout of the tensors, and the tensors themselves.
-
-        Raises UsageError if a handler overrides `sync`.
-        """
+        """Return all values, for a checkpoint. Raise UsageError if a handler overrides `sync`."""
         if own := self.with_own_sync:
             kind = type(self.by_name[own[0]]).__qualname__
             raise UsageError(
@@ -451,20 +448,14 @@ def take_over(
 
 
 def _differing(mine: Description, theirs: Description) -> list[bool]:
-    """Return, for each tensor of the root in order, True if this member has no tensor that is equal to it.
-
-    Members with other tensors than the root's have none that is equal: they may have to create or drop some.
-    """
+    """Return, for each tensor of the root, True if this member has no equal one, or has not the same tensors."""
     own, other = dict(zip(*mine, strict=True)), dict(zip(*theirs, strict=True))
     same_tensors = own.keys() == other.keys()
     return [not same_tensors or own[key] != other[key] for key in other]
 
 
 def _targets(handler: StateHandler, layout: Layout, differing: Sequence[bool], staged: bool) -> list[torch.Tensor]:
-    """Return the tensors that receive the root's: new ones for those that differ, if they are copied later.
-
-    A value's own tensor that is equal to the root's may receive it at any time, which changes nothing.
-    """
+    """Return the tensors that receive the root's: new ones for those that differ, if they are copied later."""
     fresh = staged or handler.staged
     own = [] if fresh and all(differing) else handler.tensors(layout)
     return [

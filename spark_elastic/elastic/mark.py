@@ -86,13 +86,7 @@ class OptimizerSteps:
         """
 
     def check(self) -> None:
-        """Refuse a mark of a loop whose training the state cannot keep; all members call it at the same mark.
-
-        Raises:
-            UsageError: An optimizer that is not in the state has made steps.
-            MismatchError: The members' models differ.
-            HorovodInternalError: A peer is gone.
-        """
+        """Refuse a mark of a loop whose training the state cannot keep, by UsageError or MismatchError; all call it."""
 
     def refuse_outsider(self, optimizer: Any, kind: str = "a DistributedOptimizer") -> None:
         """Raise UsageError, because this optimizer has made steps and is not in the state."""

@@ -149,10 +149,7 @@ class State:
         return self._counter.version
 
     def _before_joining(self) -> None:
-        """Do in advance what takes long in a newcomer's first step, such as tracing: other members would wait for it.
-
-        Whatever this changes in the state is overwritten by the synchronisation that follows. Does nothing by default.
-        """
+        """Do in advance what takes long in a newcomer's first step, such as tracing; a synchronisation follows."""
 
     def _reset_alone(self) -> None:
         """Call `on_reset` with local collectives, and count no steps: the sync that follows makes all states equal."""
@@ -164,12 +161,9 @@ class State:
             self._counter.alone = False
 
     def _sync_from(self, root: int, version: StateVersion | None, equal: bool) -> None:
-        """Take over the state of the member `root`, and save it, because a user's `sync` may not save.
-
-        `equal`: all members have reported the version `version`.
-        """
+        """Take over the state of the member `root` and save it; `equal`: all members have reported this version."""
         self._take_over_from(root, version)
-        self.save()
+        self.save()  # a user's `sync` may not save
 
     def _take_over_from(self, root: int, version: StateVersion | None) -> None:
         self._root = root
@@ -351,10 +345,7 @@ class ElasticState(State):
             self._commit()
 
     def sync_if_built_late(self) -> None:
-        """Take over the variables of a model that the root had not built yet when the state was synchronised.
-
-        Every member calls this after each batch; the first step has built the model.
-        """
+        """Take over variables of a model that the root had built after `sync`; all members call it after each batch."""
         if self._root_unbuilt:
             self.sync()
             self._root_unbuilt = False

@@ -15,13 +15,11 @@ from spark_elastic.collective.objects import allgather_object
 
 log = logging.getLogger("spark_elastic.torch")
 
-Environment = dict[str, str]
-
 
 class EnvironmentCheck:
     """Warns, once for each difference, where the bits of a result may differ because environments do."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
         self._warned: set[str] = set()
 
@@ -53,7 +51,7 @@ class EnvironmentCheck:
 _VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
 
 
-def environment(threads: int) -> Environment:
+def environment(threads: int) -> dict[str, str]:
     """Return what the bits of a computation depend on besides the program and its data."""
     return {
         "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts

@@ -7,7 +7,6 @@ draw the same numbers as in an undisturbed training, so the states travel with t
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,14 +126,9 @@ def _seed_numpy_legacy(generator: np.random.RandomState, seed: int) -> None:
     generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
 
 
-def _read_python(generator: random.Random) -> Any:
-    version, words, next_gauss = generator.getstate()
-    return version, array("I", words).tobytes(), next_gauss
-
-
 def _write_python(generator: random.Random, state: Any) -> None:
     version, words, next_gauss = state
-    generator.setstate((version, tuple(array("I", words)), next_gauss))
+    generator.setstate((version, tuple(words), next_gauss))
 
 
 _KINDS = (
@@ -151,5 +145,10 @@ _KINDS = (
         lambda generator: _encode(generator.get_state(legacy=False)),
         lambda generator, state: generator.set_state(_decode(state)),
     ),
-    _Kind(random.Random, lambda generator, seed: generator.seed(seed), _read_python, _write_python),
+    _Kind(
+        random.Random,
+        lambda generator, seed: generator.seed(seed),
+        lambda generator: generator.getstate(),
+        _write_python,
+    ),
 )

@@ -157,7 +157,7 @@ class VirtualWorkers:
         self._reduced = False
         self._use_threads()
         trains = torch.is_grad_enabled()
-        others = _Others(self) if trains else None
+        check_others = _watch_others(self) if trains else lambda: None
         params = self._params() if trains else []
         given = torch.zeros(len(params), dtype=torch.float64)
         has_buffers = (width := self._buffers.begin_step()) > 0
@@ -179,8 +179,7 @@ class VirtualWorkers:
                 matrix[index, 1 : 1 + numbers.shape[1]] = numbers[index]
                 if width:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
-            if others is not None:
-                others.check()
+            check_others()
             vote = self._exchange(params, sums, given, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
@@ -344,32 +343,34 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-class _Others:
-    """What the shards of these virtual workers must leave alone: gradients and buffers of others in this process."""
+def _watch_others(workers: VirtualWorkers) -> Callable[[], None]:
+    """Return a function that finds changes, by the shards of these workers, of gradients and buffers of others here.
 
-    def __init__(self, workers: VirtualWorkers) -> None:
-        others = [each for each in _all if each is not workers]
-        own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
-        self._pending = [(each, _gradients(each)) for each in others if each._reduced]
-        self._buffers = [
-            (name, buffer, buffer._version)
-            for each in others
-            for name, buffer in each._model.named_buffers()
-            if id(buffer) not in own and not buffer.is_inference()
-        ]
+    It refuses a step with changed gradients, and raises UsageError if a buffer was changed.
+    """
+    others = [each for each in _all if each is not workers]
+    own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
+    pending = [(each, _gradients(each)) for each in others if each._reduced]
+    buffers = [
+        (name, buffer, buffer._version)
+        for each in others
+        for name, buffer in each._model.named_buffers()
+        if id(buffer) not in own and not buffer.is_inference()
+    ]
 
-    def check(self) -> None:
-        """Refuse a step with gradients that were changed. Raises `UsageError` if a buffer was changed."""
-        for other, before in self._pending:
+    def check() -> None:
+        for other, before in pending:
             if _gradients(other) != before:
                 other._reduced = False
-        for name, buffer, version in self._buffers:
+        for name, buffer, version in buffers:
             if buffer._version != version:
                 raise UsageError(
                     f"a shard has changed the buffer {name}, which is not one of the model of these virtual workers, "
                     "but of other ones: each worker would keep its own value. Give both the same model, "
                     "torch.nn.ModuleList([...]) of all modules that their shards call"
                 )
+
+    return check
 
 
 def _gradients(workers: VirtualWorkers) -> list[tuple[int, int]]:
@@ -382,9 +383,7 @@ def align(model: torch.nn.Module) -> None:
     """Move parameters and buffers to memory as torch allocates it: bits may depend on where a tensor begins."""
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
-            data = value.data
-            if (aligned := align_tensor(data)) is not data:
-                value.data = aligned
+            value.data = align_tensor(value.data)
 
 
 def align_tensor(tensor: torch.Tensor) -> torch.Tensor:

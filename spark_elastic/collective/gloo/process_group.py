@@ -74,11 +74,8 @@ class GlooCollectives:
     ) -> None:
         """Connect all members to one another; all of them call this.
 
-        Args:
-            store: the rendezvous.
-            addresses: those that the members bind to, by rank.
-            stall_timeout_s: the driver ends a round in which a collective takes longer.
-            meanwhile: a function to call with one that returns True once it must return; its exceptions are raised.
+        The members bind to `addresses`, by rank. The driver ends a round in which a collective takes longer than
+        `stall_timeout_s`. `meanwhile` is called with a function that returns True once it must return.
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.

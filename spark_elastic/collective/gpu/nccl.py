@@ -90,10 +90,7 @@ class NcclWork(NamedTuple):
 
 
 class NcclReductions:
-    """Reductions by NCCL in one group and round, if all members can use it. One thread uses it; any may call `cut`.
-
-    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store.
-    """
+    """Reductions by NCCL in one group and round, if all members can use it. One thread uses it; any may call `cut`."""
 
     def __init__(self, owner: GroupContext, connect_store: Callable[[], Any]) -> None:
         self._owner = owner
@@ -191,11 +188,7 @@ class NcclReductions:
             raise self._failed(error) from error
 
     def wait(self, work: NcclWork) -> None:
-        """Wait until the tensor holds the sum for later work on this thread's current stream.
-
-        Raises:
-            HorovodInternalError: a peer is gone, or the driver has ended the round. The tensor then holds garbage.
-        """
+        """Wait until the tensor holds the sum for later work on this stream; it holds garbage if an error is raised."""
         try:
             work.work.wait()  # the stream waits, this thread does not
             done = self._runtime.mark(self._device)

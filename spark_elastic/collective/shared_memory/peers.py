@@ -40,8 +40,6 @@ def find_peers(group: GroupContext, key: bytes) -> tuple[OwnSegment, list[Peer]]
     All members of the group, which alone know the `key`, call this together; all of them get segments or all get None.
 
     Raises:
-        HorovodInternalError: a peer is gone.
-        InvalidSettingsError: the setting for the way of reduction is not valid.
         UsageError: the setting demands shared memory, which is impossible here.
     """
     global _warned

@@ -87,10 +87,8 @@ class Chunk:
     number: int
     out: torch.Tensor
     """The destination of the result."""
-    sent: torch.Tensor
-    """This member's contribution, in its segment."""
-    in_place: bool
-    """`out` holds the contribution too, until it is overwritten by the result."""
+    mine: torch.Tensor
+    """This member's contribution."""
     code: int
     """See `chunk_code`."""
     op: Any
@@ -219,7 +217,9 @@ class SharedMemoryReducer:
         counters[at] = offset
         counters[at + 1] = code
         self._launched = number + 1
-        self._pending.append(Chunk(number, out, sent, fill is None, code, op, root))
+        # `out` is written after the first two parts were read, so it may be one of those two
+        mine = out if fill is None and self._rank < 2 else sent
+        self._pending.append(Chunk(number, out, mine, code, op, root))
         self._sent.append((number, pool, offset))
         self._own.announce(ARRIVED, self._base + number + 1)
 
@@ -260,8 +260,7 @@ class SharedMemoryReducer:
             self._wait_until(peer, ARRIVED, due)
         if chunk.op is not None:
             parts = [self._part(chunk, peer) for peer in self._peers]
-            # `out` is written after the first two parts were read, so it may be one of those two
-            parts.insert(self._rank, chunk.out if chunk.in_place and self._rank < 2 else chunk.sent)
+            parts.insert(self._rank, chunk.mine)
             combine_into(parts, chunk.out, chunk.op)
         elif chunk.root != self._rank:
             sender = next(peer for peer in self._peers if peer.rank == chunk.root)
