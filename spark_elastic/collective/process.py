@@ -23,11 +23,9 @@ log = logging.getLogger("spark_elastic.collective")
 class ChosenRanks(Protocol):
     """A set of chosen ranks, such as a `process_sets.ProcessSet`."""
 
+    process_set_id: int | None
     ends_with_world: bool
     """It was added inside of the elastic loop, and is removed with the present world."""
-
-    @property
-    def process_set_id(self) -> int | None: ...
 
     @property
     def ranks(self) -> list[int]: ...
@@ -75,6 +73,8 @@ class Process:
         self.update_agreed: bool | None = None
         """Since the last check, a reduction has reported a coming world (True) or none (False); None: no reduction."""
         self._groups: dict[str, Group | None] = {}
+        for chosen in getattr(self, "sets", {}).values():
+            chosen.process_set_id = None
         self.sets: dict[int, ChosenRanks] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
@@ -189,16 +189,15 @@ class Process:
 
     def register(self, chosen: ChosenRanks) -> None:
         """Give the set an id, which makes it usable."""
+        chosen.process_set_id = self._next_set
         self.sets[self._next_set] = chosen
         self._next_set += 1
 
-    def id_of(self, chosen: ChosenRanks) -> int | None:
-        """Return the id of a set of chosen ranks; None if it is not in use."""
-        return next((number for number, known in self.sets.items() if known is chosen), None)
-
     def unregister(self, chosen: ChosenRanks) -> None:
         """Take the set's id away, and close its group unless another set has the same members."""
-        self.sets = {number: known for number, known in self.sets.items() if known is not chosen}
+        number, chosen.process_set_id = chosen.process_set_id, None
+        if number is not None:
+            del self.sets[number]
         in_use = {name_of_group(known.ranks, self.require().size) for known in self.sets.values()}
         for name in [name for name in self._groups if name.startswith(_SET) and name not in in_use]:
             group = self._groups.pop(name)

@@ -34,14 +34,10 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int] | Rule) -> None:
+        self.process_set_id: int | None = None
         self.ends_with_world = False
         self._rule: Rule | None = ranks if callable(ranks) else None
         self._ranks = () if callable(ranks) else _checked(ranks)
-
-    @property
-    def process_set_id(self) -> int | None:
-        """The number of the set; None if it is not in use."""
-        return process.id_of(self)
 
     @property
     def ranks(self) -> list[int]:
@@ -134,11 +130,7 @@ class StandingSet(ProcessSet):
     def __init__(self, name: str) -> None:
         super().__init__([])
         self.name = name
-
-    @property
-    def process_set_id(self) -> int | None:
-        """0 for the world, as with Horovod; None for the other sets that exist in every world."""
-        return 0 if self.name == "global" else None
+        self.process_set_id = 0 if name == "global" else None
 
     @property
     def ranks(self) -> list[int]:
