@@ -94,8 +94,8 @@ class GlooCollectives:
             self._abandoned = self._owner.why is not None or self._failure is not None
         if self._abandoned:
             # another device from now on: members of a world may be connected to this one, or connect
-            if (device := _devices.pop(addresses[self._owner.rank], None)) is not None:
-                graveyard.bury(device)
+            if addresses[self._owner.rank] in _devices:
+                graveyard.bury(_devices.pop(addresses[self._owner.rank]))
             failure, self._failure = self._failure, None
             why = self._owner.why or failure
             raise HorovodInternalError(
