@@ -85,16 +85,15 @@ class Group:
         """
         self.negotiation.settle()
         on_gpu = reduce.is_on_gpu(tensor)
-        way: NcclReductions | SharedMemoryReducer | GlooCollectives | None = self.nccl if on_gpu else self.shared_memory
-        if way is None or not way.reduces(tensor, op):
-            if on_gpu:
-                if fill is not None:
-                    fill(tensor, 0)
-                return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
-            way = self.gloo
+        special: NcclReductions | SharedMemoryReducer | None = self.nccl if on_gpu else self.shared_memory
+        way = special if special is not None and special.reduces(tensor, op) else None
+        if way is None and on_gpu:
+            if fill is not None:
+                fill(tensor, 0)
+            return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
-        return way.allreduce(tensor, op, fill)
+        return (way or self.gloo).allreduce(tensor, op, fill)
 
     @in_one_thread
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:

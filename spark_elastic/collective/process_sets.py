@@ -198,7 +198,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
     in_loop = process.in_loop and (process.is_local or not process.provisional)
-    same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
+    fixed = [known for known in process.sets.values() if isinstance(known, ProcessSet) and known._rule is None]
+    same = next((known for known in fixed if known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:
         raise UsageError(f"there is a set of these ranks already: {same}; use that one, or remove it first")

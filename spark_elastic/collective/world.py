@@ -96,7 +96,7 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
 
     Meanwhile the queues of other groups are compared: a member may come here only once those are done.
     """
-    all_are_here: Future[list[str]] = Future()
+    all_are_here: Future[Sequence[str]] = Future()
     start = clock.monotonic()
 
     def wait() -> None:
