@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import uuid
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.elastic.loop import WithCheckpoints
+from spark_elastic.elastic.loop import call_with_checkpoints
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.jobs.settings import RunCall
@@ -43,7 +44,9 @@ class RunFolder:
 
     def writing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function for the workers, whose loops write checkpoints and resume from them."""
-        return WithCheckpoints(function, RunCheckpoints(self.lease.fence, self.resume))
+        checkpoints = RunCheckpoints(self.lease.fence, self.resume)
+        writing = functools.partial(call_with_checkpoints, function, checkpoints)
+        return functools.update_wrapper(writing, function, updated=())
 
     def in_words(self) -> str:
         """Return a line about where the job begins."""

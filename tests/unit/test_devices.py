@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice, choose_backend, choose_device, may_use_gpu
+from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice, choose_backend, choose_device
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.task.worker_process import worker_environment
@@ -96,9 +96,3 @@ def test_device_setting_is_validated():
     for wrong in ("gpu", "cuda:", 0, None, True):
         with pytest.raises(InvalidSettingsError, match="device must be"):
             RunSettings(device=wrong)
-
-
-def test_a_process_without_gpus_or_set_to_cpu_may_not_use_a_gpu():
-    assert not may_use_gpu("auto", NONE)
-    assert not may_use_gpu("cpu", ONE)
-    assert may_use_gpu("auto", ONE)

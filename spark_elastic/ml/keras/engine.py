@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.operators import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler

@@ -16,7 +16,7 @@ import tensorflow as tf
 import torch
 
 from spark_elastic.collective.batch_statistics import without_rows
-from spark_elastic.collective.reduction import Compression, Sum
+from spark_elastic.collective.operators import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator

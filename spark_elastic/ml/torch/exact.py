@@ -83,7 +83,7 @@ class ExactTorchEngine(TorchEngine):
                     result = objective.forward(model, part)
                 objective.share(result, batch.global_rows, counts).backward()  # type: ignore[no-untyped-call]
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
-        own = workers.own_shards()
+        own = workers.reduction.shards()
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
@@ -103,17 +103,17 @@ class ExactTorchEngine(TorchEngine):
                     with single_row_norm(self.model, part.rows):
                         result = self._objective.forward(self.model, part)
                     table[index] += torch.tensor(result.counts, dtype=torch.float64)
-        return tree_sum(workers.gather(table)).tolist()
+        return tree_sum(workers.reduction.gather(table)).tolist()
 
     def _bounds(self, batch: Batch) -> list[tuple[int, int]]:
         """Return where the rows of each of this worker's shards begin and end in the batch."""
         workers = self._workers
-        return [rows_of(shard, workers.count, batch.global_rows) for shard in workers.own_shards()]
+        return [rows_of(shard, workers.count, batch.global_rows) for shard in workers.reduction.shards()]
 
     def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[TorchBatch]]:
         """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
         found = {}
-        for index, (first, last) in zip(self._workers.own_shards(), self._bounds(batch), strict=True):
+        for index, (first, last) in zip(self._workers.reduction.shards(), self._bounds(batch), strict=True):
             if first == last:
                 continue
             rows = {name: values[first:last] for name, values in batch.tensors.items()}
@@ -140,7 +140,7 @@ class ExactTorchEngine(TorchEngine):
                 tables.append(table)
         sums = before
         if tables:
-            for table in workers.gather(torch.stack(tables)):
+            for table in workers.reduction.gather(torch.stack(tables)):
                 sums = add_sums(sums, tree_sum(table).numpy())
         if not metrics.gathers:
             return sums, ()
@@ -151,7 +151,7 @@ class ExactTorchEngine(TorchEngine):
         self._workers.seed_shard((epoch, position, _CALLBACKS), event)
 
     def conditions(self) -> dict[str, Any]:
-        return {"virtual_workers": self._workers.count, "environment": self._workers.environment}
+        return {"virtual_workers": self._workers.count, "environment": self._workers.environment_check.environment}
 
     def check_conditions(self, then: Mapping[str, Any]) -> None:
         if then.get("virtual_workers") != self._workers.count:
@@ -159,7 +159,7 @@ class ExactTorchEngine(TorchEngine):
                 f"the checkpoint was written with virtual_workers={then.get('virtual_workers')}, but virtual_workers "
                 f"is {self._workers.count} now; use another run_id to start over"
             )
-        self._workers.compare_environment(then["environment"])
+        self._workers.environment_check.compare(then["environment"])
 
     def finish(self) -> None:
         self.optimizer.zero_grad()

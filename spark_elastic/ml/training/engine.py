@@ -14,7 +14,7 @@ import torch
 
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.operators import Sum
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums

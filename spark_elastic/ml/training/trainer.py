@@ -20,8 +20,8 @@ import torch
 
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler

@@ -54,7 +54,7 @@ def looks_at_its_rendezvous():
     frontend.rejoin(1)
     total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
     assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
-    return connecting, total[-1].item(), process.group().ways.shared_memory is not None, process.group().notes
+    return connecting, total[-1].item(), process.group().shared_memory is not None, process.group().notes
 
 
 @needs_shared_memory

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not segments.FUTEX_AVAILABLE, reason="words cann
 
 
 def shares_memory() -> bool:
-    return process.group().ways.shared_memory is not None
+    return process.group().shared_memory is not None
 
 
 def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -331,7 +331,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
         if link().worker == 3:
             die()
         if len(announced) == 3:  # the newcomer is dead before its memory is opened
-            path = f"/proc/{announced[-1].pid}/fd/{announced[-1].descriptor}"
+            path = "/proc/{}/fd/{}".format(*announced[-1])
             wait_until(lambda: not os.path.lexists(path), 30.0, "the end of the newcomer")
         return open_peers(key, rank, announced)
 
@@ -346,7 +346,7 @@ def loses_a_newcomer_that_the_others_try_to_open():
         while len(state.worlds) < 2:  # the driver has announced the newcomer, and its end
             state.check_host_updates()
             hvd.allreduce(torch.ones(1))
-        return state.worlds, process.group().ways.shared_memory is not None
+        return state.worlds, process.group().shared_memory is not None
 
     return loop(state)
 

@@ -10,7 +10,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic import clock
-from spark_elastic.elastic.digest import digest
+from spark_elastic.collective.digest import digest
 from spark_elastic.elastic.frontend import Entry
 from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.elastic.loop import elastic_loop

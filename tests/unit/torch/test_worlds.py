@@ -86,7 +86,7 @@ def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
             self.gloo, self.negotiation = self, self
             subject._on_cut(1, "too late?")
 
-        serve_begun = None
+        serve = None
 
         def cut(self, why):
             self.why = why
