@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MARK = "***"
-ALL_SECRET = ("storage_options", "env")
-"""Settings each of whose values may be a credential."""
+ALL_SECRET = ("storage_options", "env")  # settings each of whose values may be a credential
 
 _NAMES = (
     r"passw(?:or)?d|passphrase|pwd|secret|credentials?|signature|token(?!i[zs]|s(?![a-z]))|jwt"
@@ -24,8 +23,7 @@ _USERINFO = re.compile(
     # a password may hold "/", "?" and "@", so it ends at the last "@"; a port (":8080/") is no password
     r"(?<=://)(?P<user>[^\s/?#:]*:(?!\d{1,5}(?:[/?#\s]|$))\S*|[^\s/?#:]*)@"
 )
-_CONTAINERS = ("abfs://", "abfss://", "wasb://", "wasbs://")
-"""Schemes whose addresses begin with `container@account`."""
+_CONTAINERS = ("abfs://", "abfss://", "wasb://", "wasbs://")  # schemes whose addresses begin with `container@account`
 _QUERY = re.compile(
     rf"(?P<name>[?&;#](?:[^=&;#\s'\"]*(?:{_NAMES}|pass|auth|x-amz-|x-goog-)[^=&;#\s'\"]*|key|sig|sas|code)=)[^&;#\s'\"]+",
     re.IGNORECASE,

@@ -20,8 +20,7 @@ from typing import Annotated, Any
 
 from spark_elastic.errors import InvalidSettingsError
 
-DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
-"""The environment variable through which workers get `run(device=...)`."""
+DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"  # the environment variable through which workers get `run(device=...)`
 TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"
 """The environment variable by which a worker knows the MLflow run that is the driver's, and not its own to end."""
 LONGEST_S = 1e8
@@ -42,8 +41,7 @@ class Setting:
     """Validates a value that is not None; also None, if the type does not allow it."""
     unit: str = ""
     on_command_line: bool = False
-    horovod_name: str = ""
-    """Horovod's name of this argument: accepted by `run` with a warning, and by the command line."""
+    horovod_name: str = ""  # Horovod's name of this argument: accepted by `run` with a warning, and by the command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ class Declaration:
 
     name: str
     type: Any
-    default: Any
-    """`dataclasses.MISSING` if the setting must be given."""
+    default: Any  # `dataclasses.MISSING` if the setting must be given
     setting: Setting
 
     @property
@@ -250,14 +247,12 @@ class ElasticSettings:
     The fields have the names of the settings; those in seconds end in `_s`.
     """
 
-    num_proc: int
-    """Workers that the first world waits for."""
+    num_proc: int  # workers that the first world waits for
     min_num_proc: int
     max_num_proc: int
     start_timeout_s: float = ScalingSettings.start_timeout
     elastic_timeout_s: float = ScalingSettings.elastic_timeout
-    start_grace_s: float = 10.0
-    """How long the first world waits for `num_proc` workers once `min_num_proc` are ready."""
+    start_grace_s: float = 10.0  # how long the first world waits for `num_proc` workers once `min_num_proc` are ready
     heartbeat_timeout_s: float = ScalingSettings.heartbeat_timeout
     stall_timeout_s: float = ScalingSettings.stall_timeout
     reset_limit: int | None = ScalingSettings.reset_limit

@@ -31,8 +31,7 @@ from spark_elastic.task.script import run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
-Run = Callable[..., Any]
-"""`spark_elastic.run`."""
+Run = Callable[..., Any]  # `spark_elastic.run`
 OpenSession = Callable[..., AbstractContextManager[Any]]
 
 

@@ -74,14 +74,10 @@ _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
 class Kind(str, Enum):
     """How a field's value is stored."""
 
-    DENSE = "dense"
-    """In the record: `shape` values of `dtype`."""
-    BYTES = "bytes"
-    """In the sidecar. Batches have a list of `bytes`."""
-    STRING = "string"
-    """In the sidecar, as UTF-8. Batches have a list of `str`."""
-    ARRAY = "array"
-    """In the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays."""
+    DENSE = "dense"  # in the record: `shape` values of `dtype`
+    BYTES = "bytes"  # in the sidecar. Batches have a list of `bytes`.
+    STRING = "string"  # in the sidecar, as UTF-8. Batches have a list of `str`.
+    ARRAY = "array"  # in the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays.
     SPARSE = "sparse"
     """In the sidecar: int32 indices, then as many values of `dtype`. Batches have a dense array `[rows, *shape]`."""
 

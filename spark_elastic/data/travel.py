@@ -19,10 +19,8 @@ Groups = tuple[tuple[str, ...], ...]
 """The columns that travel together, by their names. A group of one is that column itself, any other an array."""
 
 _JOINED = frozenset({"byte", "short", "integer", "long", "float", "double"})
-_FEWEST_JOINED = 4
-"""The fewest columns of a group: an array is more work than a value."""
-_MOST_JOINED = 1000
-"""The most columns of a group, which are one expression of Spark."""
+_FEWEST_JOINED = 4  # the fewest columns of a group: an array is more work than a value
+_MOST_JOINED = 1000  # the most columns of a group, which are one expression of Spark
 
 
 def groups_of(types: Mapping[str, str]) -> Groups:

@@ -23,8 +23,7 @@ from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.java import check_java
 from spark_elastic.spark.session import checked_cluster
 
-MOST_WORKERS = 32
-"""Workers of the job that is tried if `num_proc` is not given."""
+MOST_WORKERS = 32  # workers of the job that is tried if `num_proc` is not given
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 60.0
 OLDEST_TORCH = (2, 6)
@@ -98,8 +97,7 @@ class Examination:
         finally:
             cluster.leave_thread()
 
-    _width = 0
-    """Workers of the job that is tried."""
+    _width = 0  # workers of the job that is tried
 
     def _check_slots(self, cluster: Cluster) -> Finding:
         self._width = self.num_proc or 0

@@ -31,8 +31,7 @@ _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_los
 NO_EXECUTOR = ("driver", "local-")
 """Prefixes of executor names that stand for no executor: local mode, and plain processes."""
 MOST_NOTICES = 200
-MOST_NAMED = 12
-"""Workers or executors of one change that are named; of the others only their number is told."""
+MOST_NAMED = 12  # workers or executors of one change that are named; of the others only their number is told
 WORTH_A_WORD_S = 5.0  # the shortest pause of a slot, executor or host that is reported
 LATE_S = 15.0  # how long after a loss a report about the executor is taken for its cause
 

@@ -15,10 +15,8 @@ from spark_elastic.errors import CheckpointError, MissingExtraError
 from spark_elastic.membership.reasons import counted
 
 Row = Mapping[str, float | int]
-EventRow = Mapping[str, Any]
-"""One row of `event_log.event_rows`."""
-FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")
-"""The columns that are not a loss or a metric."""
+EventRow = Mapping[str, Any]  # one row of `event_log.event_rows`
+FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")  # the columns that are not a loss or a metric
 
 
 class History(Sequence[Row]):

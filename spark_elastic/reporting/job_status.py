@@ -23,21 +23,17 @@ from spark_elastic.reporting.progress import Speed
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
-VERSION = 1
-"""Version of the document. Fields may be added within a version; one that is removed or changed raises it."""
-MEASURE_S = 0.9
-"""The shortest time between two measurements of a worker's steps."""
+VERSION = 1  # version of the document. Fields may be added within a version; one that is removed or changed raises it.
+MEASURE_S = 0.9  # the shortest time between two measurements of a worker's steps
 MOST_EPOCHS = 400
 MOST_EPOCHS_KEPT = 10_000
 MOST_SIZES = 400
 MOST_EVENTS = 200
 MOST_HOSTS = 200
 MOST_WORKERS = 128
-MOST_VALUES = 40
-"""The loss and metrics of an epoch that are kept."""
+MOST_VALUES = 40  # the loss and metrics of an epoch that are kept
 MOST_NAME = 200
-MOST_TEXT = 1000
-"""Characters of a name, and of a sentence, that are shown."""
+MOST_TEXT = 1000  # characters of a name, and of a sentence, that are shown
 
 TRAINING = WorkerState.TRAINING.value
 
@@ -52,10 +48,8 @@ class WorkerStatus:
     worker: WorkerId
     host: str
     executor: str
-    rank: int | None
-    """Its rank in the newest world; None: it is not a member."""
-    state: str
-    """A name of `membership.states.WorkerState`."""
+    rank: int | None  # its rank in the newest world; None: it is not a member
+    state: str  # a name of `membership.states.WorkerState`
     blocked_s: float | None
     """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
 
@@ -65,22 +59,14 @@ class JobStatus:
     """The state of a job at one moment."""
 
     phase: str
-    round: int
-    """Number of the current world; 0 before the first."""
-    size: int
-    """Size of the current world; 0 before the first."""
-    progress: int | None
-    """The most optimizer steps known to be applied."""
-    waiting_for: str
-    """The reason of the current wait, in words; empty if the job waits for nothing."""
-    ready: int = 0
-    """Workers that wait for a world or are members of one."""
-    succeeded: int = 0
-    """Workers whose function has returned."""
-    failed: int = 0
-    """Workers that were lost or removed since the job began."""
-    resets: int = 0
-    """Worlds that were built after the first."""
+    round: int  # number of the current world; 0 before the first
+    size: int  # size of the current world; 0 before the first
+    progress: int | None  # the most optimizer steps known to be applied
+    waiting_for: str  # the reason of the current wait, in words; empty if the job waits for nothing
+    ready: int = 0  # workers that wait for a world or are members of one
+    succeeded: int = 0  # workers whose function has returned
+    failed: int = 0  # workers that were lost or removed since the job began
+    resets: int = 0  # worlds that were built after the first
 
 
 @dataclass(slots=True)

@@ -65,8 +65,7 @@ class ProgressModel:
         self._next_line: float | None = None
         #: The deadline of the wait, and when it was set.
         self._timeout: tuple[float, float] | None = None
-        self.imports = "torch"
-        """The package that takes the workers the longest to import."""
+        self.imports = "torch"  # the package that takes the workers the longest to import
         self.describe_cluster: Callable[[], str] | None = None
         """A function that describes the cluster during a wait. The thread that prints calls it."""
         self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again

@@ -23,10 +23,8 @@ NARROWEST_BAR, WIDEST_BAR = 6, 24
 class Screen:
     """Draws a bar, and keeps it apart from printed lines. The base class draws nothing."""
 
-    live = False
-    """True if `show` draws something."""
-    to_stdout = False
-    """True if lines about the job are better printed on stdout than on stderr."""
+    live = False  # True if `show` draws something
+    to_stdout = False  # True if lines about the job are better printed on stdout than on stderr
 
     @property
     def columns(self) -> int:

@@ -31,8 +31,7 @@ log = logging.getLogger("spark_elastic.runs")
 FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
-CHECKPOINTS = "checkpoints"
-"""In a run's folder: the folder of its checkpoints."""
+CHECKPOINTS = "checkpoints"  # in a run's folder: the folder of its checkpoints
 READ_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # between the attempts to read a file
 SLOW_S = 30.0  # a write that takes longer is shown, and again after twice the time
 PATIENCE_S = 2.0
@@ -40,8 +39,7 @@ CLOSE_S = 30.0  # how long `close` waits for a write
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-_TYPES = {**_FACTS, "document": dict, "files": dict}
-"""The types of the manifest's fields."""
+_TYPES = {**_FACTS, "document": dict, "files": dict}  # the types of the manifest's fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,7 @@ class Checkpoints:
         self.store = store
         self._fence = fence
         self._pause = pause
-        self._sound: set[str] = set()
-        """Names of checkpoints whose files were read and had the right checksums."""
+        self._sound: set[str] = set()  # names of checkpoints whose files were read and had the right checksums
         self._unreadable: set[str] = set()
         """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
 

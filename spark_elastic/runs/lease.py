@@ -43,8 +43,7 @@ from spark_elastic.redaction import redacted
 
 OWNERS = "owners"
 BEAT_S = 10.0
-LEASE_S = 60.0
-"""A driver without a heartbeat for this time may be replaced."""
+LEASE_S = 60.0  # a driver without a heartbeat for this time may be replaced
 WATCH_S = 2.5 * BEAT_S
 """Shortest time that a lease is watched before it is taken over, because the clocks of two hosts may differ."""
 _POLL_S = 0.5
@@ -169,8 +168,7 @@ class RunLease:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._lost: RunTakenError | None = None
-        self._there_at = clock.monotonic()
-        """When the run's folder was there last."""
+        self._there_at = clock.monotonic()  # when the run's folder was there last
         self._on_taken: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
@@ -250,8 +248,7 @@ class RunLease:
 
 
 _held: dict[str, RunLease] = {}
-_live: set[str] = set()
-"""Names of the leases of this process that have not ended, whatever their files say."""
+_live: set[str] = set()  # names of the leases of this process that have not ended, whatever their files say
 
 
 def lease_of(run: Store) -> RunLease | None:

@@ -23,8 +23,7 @@ from spark_elastic.trackers import mlflow_models
 
 log = logging.getLogger("spark_elastic.mlflow")
 
-END_WAIT_S = 60.0
-"""Seconds for which the end of a fit waits for what the tracking server has not taken yet."""
+END_WAIT_S = 60.0  # seconds for which the end of a fit waits for what the tracking server has not taken yet
 _NOT_METRICS = ("epoch", "ended")
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 _LONGEST_NAME = 250
@@ -131,12 +130,10 @@ class _MLflowFit:
         self._sender = threading.Thread(target=self._send_all, name="spark_elastic mlflow", daemon=True)
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         """What the thread has to send, each with its name; None: nothing follows."""
-        self._late = False
-        """The fit does not wait for the thread any longer."""
+        self._late = False  # the fit does not wait for the thread any longer
         self._warned: set[str] = set()
         self._workers: int | None = None
-        self._epochs = 0
-        """The epoch that follows those that were reported: the step of what happens meanwhile."""
+        self._epochs = 0  # the epoch that follows those that were reported: the step of what happens meanwhile
 
     def begin(self) -> None:
         with _brief_requests():
