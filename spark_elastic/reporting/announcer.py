@@ -20,8 +20,7 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 logger = logging.getLogger(__name__)
 
-CAUSE_S = 0.6
-"""How long to wait for the cause of a loss: sockets close before an exit code or Spark's own report arrives."""
+CAUSE_S = 0.6  # how long to wait for the cause of a loss: sockets close before exit codes and Spark's reports arrive
 PAUSE_S = 1.0  # the length from which a pause is announced before it is over
 
 

@@ -18,7 +18,7 @@ from spark_elastic.membership import timeline
 from spark_elastic.membership.states import WorkerState
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.progress import Speed
+from spark_elastic.reporting.progress import Speed, cut
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -185,10 +185,10 @@ class StatusModel:
                 "started": _rounded(self._began + to_wall),
                 "ended": _rounded(ended and ended.at + to_wall),
                 "phase": status.phase if ended is None else ended.outcome,
-                "reason": "" if ended is None else _cut(ended.why.partition("\n")[0], MOST_TEXT),
+                "reason": "" if ended is None else cut(ended.why.partition("\n")[0], MOST_TEXT),
                 "wait": wait
                 and {
-                    "reason": _cut(wait.reason, MOST_TEXT),
+                    "reason": cut(wait.reason, MOST_TEXT),
                     "seconds": _rounded(now - self._wait_began),
                     "left_s": None if wait.deadline is None else _rounded(max(wait.deadline - now, 0.0)),
                 },
@@ -272,8 +272,8 @@ def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> 
     return {
         "worker": worker.worker,
         "rank": worker.rank,
-        "host": _cut(worker.host, MOST_NAME),
-        "executor": _cut(worker.executor, MOST_NAME),
+        "host": cut(worker.host, MOST_NAME),
+        "executor": cut(worker.executor, MOST_NAME),
         "state": worker.state,
         "steps": heard and heard.steps,
         "steps_per_s": _rounded(rate),
@@ -324,7 +324,7 @@ def _events(changes: Sequence[MembershipChange]) -> Document:
             {
                 "time": _rounded(change.at),
                 "kind": change.kind,
-                "text": _cut(str(change), MOST_TEXT),
+                "text": cut(str(change), MOST_TEXT),
                 "before": change.before,
                 "after": change.after,
                 "pause_s": _rounded(change.pause_s),
@@ -361,12 +361,8 @@ def _thin(all_of: Sequence[T], most: int, key: Callable[[T], float]) -> list[T]:
 def _plain_values(values: Mapping[str, float]) -> dict[str, float | None]:
     """Return values that JSON can express: None for NaN and infinity."""
     few = list(values.items())[:MOST_VALUES]
-    return {_cut(name, MOST_NAME): float(f"{value:.6g}") if math.isfinite(value) else None for name, value in few}
+    return {cut(name, MOST_NAME): float(f"{value:.6g}") if math.isfinite(value) else None for name, value in few}
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
