@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import sys
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 from spark_elastic.cli.options import pair
 from spark_elastic.cli.submission import connect_session, spark_session
 from spark_elastic.diagnostics.examination import Examination, installed_version
-from spark_elastic.diagnostics.findings import PROBLEM, Finding
-from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
-from spark_elastic.redaction import first_line
+from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError
 from spark_elastic.spark.java import check_java
 from spark_elastic.wire.ports import valid_ports
 
@@ -85,16 +80,9 @@ def doctor(argv: Sequence[str]) -> int:
         driver_port=options.driver_port,
         agent_ports=options.agent_ports,
     )
-    opened, over = threading.Event(), threading.Event()
-    looked_at = examination, options, opened, over
-    looking = threading.Thread(target=_look, args=looked_at, name="spark_elastic doctor", daemon=True)
-    looking.start()
-    if not over.wait(options.timeout + 2.0) and not opened.is_set():
-        problem = f"no session on {_where(options)} within {options.timeout:.0f} s"
-        examination.check_without_spark(problem, "check that the master answers there; Spark says more on stderr")
-    elif not over.is_set():
-        problem = f"the checkup did not end within {options.timeout:.0f} s"
-        examination.add(Finding("deadline", PROBLEM, problem, "see Spark's own messages above, or give --timeout more"))
+    option, where = ("--remote", options.remote) if options.remote else ("--master", options.master or "this machine")
+    session = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
+    looking = examination.run(connect_session(where, options.conf) if options.remote else session, where, option)
     report = examination.report()
     print(report.to_json() if options.json else report)
     sys.stdout.flush()
@@ -103,40 +91,6 @@ def doctor(argv: Sequence[str]) -> int:
     if looking.is_alive():
         os._exit(code)  # otherwise the interpreter would wait for Spark
     return code
-
-
-def _look(
-    examination: Examination, options: argparse.Namespace, opened: threading.Event, over: threading.Event
-) -> None:
-    try:
-        examination.check_driver()
-        with contextlib.ExitStack() as closing:
-            try:
-                session = closing.enter_context(_session(options))
-            except SparkElasticError as error:
-                examination.check_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
-                return
-            except Exception as error:  # of Spark's JVM, which has said more on stderr
-                problem = f"no session on {_where(options)}: {first_line(error)}"
-                where = "--remote" if options.remote else "--master"
-                fix = f"check {where} and --conf, and Spark's own messages on stderr"
-                examination.check_without_spark(problem, fix)
-                return
-            opened.set()
-            examination.check_cluster(session)
-            over.set()  # before Spark stops
-    finally:
-        over.set()
-
-
-def _session(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
-    if options.remote is not None:
-        return connect_session(options.remote, options.conf)
-    return spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
-
-
-def _where(options: argparse.Namespace) -> str:
-    return str(options.remote or options.master or "this machine")
 
 
 def _parser() -> argparse.ArgumentParser:

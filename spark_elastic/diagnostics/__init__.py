@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from spark_elastic.diagnostics.findings import PROBLEM, Finding, Report
+from spark_elastic.diagnostics.findings import Finding, Report
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import whole_number
 from spark_elastic.wire.ports import valid_ports
@@ -64,16 +64,5 @@ def doctor(
         driver_port=driver_port,
         agent_ports=agent_ports,
     )
-
-    def examine() -> None:
-        examination.check_driver()
-        examination.check_cluster(spark)
-
-    # on a thread: a hanging JVM answers none of the calls that have no timeout
-    thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
-    thread.start()
-    thread.join(timeout + 2.0)
-    if thread.is_alive():
-        fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
-        examination.add(Finding("deadline", PROBLEM, f"the checkup did not end within {timeout:.0f} s", fix))
+    examination.run(contextlib.nullcontext(spark))
     return examination.report()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from typing import Any
@@ -19,6 +22,7 @@ from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Re
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
 from spark_elastic.jobs.run import run_async
 from spark_elastic.membership.reasons import counted
+from spark_elastic.redaction import first_line
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.java import check_java
 from spark_elastic.spark.session import checked_cluster
@@ -51,41 +55,70 @@ class Examination:
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
 
-    def add(self, finding: Finding) -> None:
-        self._findings.append(finding)
+    def run(self, session: AbstractContextManager[Any], where: str = "", option: str = "") -> threading.Thread:
+        """Examine what `session` yields within the time limit; return the thread, which may be closing it.
+
+        `where` names the master or server, and `option` the one that it was given with.
+        """
+        opened, over = threading.Event(), threading.Event()
+
+        def examine() -> None:
+            try:
+                self._check("packages", judge_driver, platform.python_version(), installed_packages())
+                with contextlib.ExitStack() as closing:
+                    try:
+                        spark = closing.enter_context(session)
+                    except SparkElasticError as error:
+                        self._without_session(f"no session: {error}", "see the lines above, and Spark's own messages")
+                        return
+                    except Exception as error:  # of Spark's JVM, which has said more on stderr
+                        fix = f"check {option} and --conf, and Spark's own messages on stderr"
+                        self._without_session(f"no session on {where}: {first_line(error)}", fix)
+                        return
+                    opened.set()
+                    self._check_cluster(spark)
+                    over.set()  # before the session is closed
+            finally:
+                over.set()
+
+        # on a thread: a hanging JVM answers none of the calls that have no timeout
+        thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
+        thread.start()
+        if not over.wait(self.timeout_s + 2.0):
+            if opened.is_set():
+                problem = f"the checkup did not end within {self.timeout_s:.0f} s"
+                fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
+                self._findings.append(Finding("deadline", PROBLEM, problem, fix))
+            else:
+                problem = f"no session on {where} within {self.timeout_s:.0f} s"
+                self._without_session(problem, "check that the master answers there; Spark says more on stderr")
+        return thread
 
     def _check(self, name: str, check: Callable[..., Finding], *args: Any) -> None:
         """Add the finding of `check(*args)`; an exception becomes a problem and does not stop the other checks."""
         try:
-            self.add(check(*args))
+            self._findings.append(check(*args))
         except Exception as error:
             told = isinstance(error, SparkElasticError)
             says = str(error) if told else f"this could not be looked at: {type(error).__name__}: {error}"
-            self.add(Finding(name, PROBLEM, says, f"docs/errors.md has {type(error).__name__}" if told else _OTHERS))
+            fix = f"docs/errors.md has {type(error).__name__}" if told else _OTHERS
+            self._findings.append(Finding(name, PROBLEM, says, fix))
 
     def _left_s(self) -> float:
         """Return the seconds that the job may take."""
         return max(_OF_JOB * self.timeout_s - (clock.monotonic() - self._began), 1.0)
 
-    # --- this machine -----------------------------------------------------------------------------
-
-    def check_driver(self) -> None:
-        """Check the driver's Python, without Spark."""
-        self._check("packages", judge_driver, platform.python_version(), installed_packages())
-
-    def check_without_spark(self, problem: str, fix: str) -> None:
-        """Run the checks that need no session, and report the problem for which there is no session."""
+    def _without_session(self, problem: str, fix: str) -> None:
+        """Run the checks that need no session, and report the problem for which there is none."""
         self._check("java", _java_here)
-        self.add(Finding("Spark", PROBLEM, problem, fix))
+        self._findings.append(Finding("Spark", PROBLEM, problem, fix))
 
-    # --- the cluster ------------------------------------------------------------------------------
-
-    def check_cluster(self, spark: Any) -> None:
+    def _check_cluster(self, spark: Any) -> None:
         """Check a session and its executors with a job, and the store."""
         try:
             cluster = checked_cluster(spark)
         except Exception as error:
-            self.check_without_spark(str(error), "change the session as the line above says")
+            self._without_session(str(error), "change the session as the line above says")
             return
         try:
             self._check("java", _java_of, cluster)
