@@ -71,11 +71,15 @@ class SplitFiles:
             self._opened.append(records.close)
             self.rows = ShardRows(records, self.numbering, stride)
             nbytes = manifest.nbytes(split)
-            self._source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
-            if check_is_enabled():
+            # files of more than half of the memory do not stay in the page cache
+            drop_behind = nbytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+            self._source = LocalSource(paths, self.rows, nbytes <= _PRELOAD_BYTES, drop_behind)
+            if (setting := os.environ.get(SETTING, "on")) not in ("on", "off"):
+                raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {setting!r}")
+            if setting == "on":
                 files = [(shard.file, shard.crc32) for shard in shards]
                 files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
-                self._check = LocalCheck(store, files, drop_behind=_exceeds_page_cache(nbytes))
+                self._check = LocalCheck(store, files, drop_behind)
                 self._opened.append(self._check.close)
             if sidecars:
                 sides = [store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
@@ -128,13 +132,11 @@ class LocalSource:
     memory. Splits too large to stay in memory also leave the page cache, to make room for the next windows.
     """
 
-    def __init__(self, paths: list[Path], numbering: Numbering, stride: int, rows: ShardRows, nbytes: int) -> None:
+    def __init__(self, paths: list[Path], rows: ShardRows, preload_always: bool, drop_behind: bool) -> None:
         self._paths = paths
-        self._numbering = numbering
-        self._stride = stride
         self._rows = rows
-        self.preload_always = nbytes <= _PRELOAD_BYTES
-        self._drop_behind = _exceeds_page_cache(nbytes)
+        self.preload_always = preload_always
+        self._drop_behind = drop_behind
         self._guard = threading.Lock()
         self._preloaded = False
 
@@ -154,26 +156,22 @@ class LocalSource:
     def preload(self, stopping: Future[None]) -> None:
         with self._guard:
             if not (self._preloaded or self._drop_behind):  # a split that exceeds the page cache cannot be preloaded
-                self._advise([(0, self._numbering.rows)], _WILLNEED)
+                self._advise([(0, self._rows.numbering.rows)], _WILLNEED)
             self._preloaded = True
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without posix_fadvise
             return
-        parts = [part for start, stop in ranges for part in self._numbering.ranges(start, stop)]
+        parts = [part for start, stop in ranges for part in self._rows.numbering.ranges(start, stop)]
+        stride = self._rows.stride
         with contextlib.suppress(OSError):  # a file that cannot be read is reported when it is read
             for shard, parts_of_shard in groupby(sorted(parts), key=itemgetter(0)):
                 file = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     for _, first, last in parts_of_shard:
-                        os.posix_fadvise(file, first * self._stride, (last - first) * self._stride, advice)
+                        os.posix_fadvise(file, first * stride, (last - first) * stride, advice)
                 finally:
                     os.close(file)
-
-
-def _exceeds_page_cache(nbytes: int) -> bool:
-    """Return whether files of this size are too large to stay in the page cache: more than half of the memory."""
-    return nbytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 # --- comparison with the checksums ------------------------------------------------------------------
@@ -187,14 +185,6 @@ _READ_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2
 
 _log = logging.getLogger(__name__)
-
-
-def check_is_enabled() -> bool:
-    """Return whether files of local datasets are compared, by the environment variable."""
-    value = os.environ.get(SETTING, "on")
-    if value not in ("on", "off"):
-        raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {value!r}")
-    return value == "on"
 
 
 class LocalCheck:

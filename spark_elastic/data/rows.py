@@ -116,12 +116,13 @@ class ShardRows:
 
     def __init__(self, files: MappedFiles, numbering: Numbering, stride: int) -> None:
         self.files = files
-        self._numbering = numbering
+        self.numbering = numbering
+        self.stride = stride
         self._record = np.dtype((np.void, stride))
 
     def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
         """Copy the records of the rows with these numbers to `out`, shape (n,), void of `stride` bytes."""
-        shards, rows = self._numbering.places(numbers)
+        shards, rows = self.numbering.places(numbers)
         count = len(self.files.nbytes)
         if count == 1:
             # places are always in range; mode "raise" would gather into a temporary buffer first
@@ -136,8 +137,8 @@ class ShardRows:
 
     def evict(self, start: int, stop: int) -> None:
         """Remove rows number `start`..`stop` from this process's memory; they are not needed soon."""
-        for shard, first, last in self._numbering.ranges(start, stop):
-            self.files.evict(shard, first * self._record.itemsize, last * self._record.itemsize)
+        for shard, first, last in self.numbering.ranges(start, stop):
+            self.files.evict(shard, first * self.stride, last * self.stride)
 
 
 class Sidecars:

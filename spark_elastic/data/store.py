@@ -172,6 +172,7 @@ class Store:
         until the disk has written it and all before it. `check` is called when all is written, just before the file
         gets its name (before the upload to an object store); if it raises, there is no file.
         """
+        check = check or (lambda: None)
         if self.filesystem is None:
             return self._write_local(Path(self._at(path)), data, only_if_absent, durable, check)
         if only_if_absent and self.exists(path):
@@ -179,14 +180,13 @@ class Store:
         target = self._at(path)
         self._make_parent(target)
         written = target if self._uploads_whole else f"{target}.{uuid.uuid4().hex}.partial"
-        if check is not None and written == target:
+        if written == target:
             check()
         with self.filesystem.open_output_stream(written, compression=None) as stream:
             stream.write(data)
         if written != target:
             try:
-                if check is not None:
-                    check()
+                check()
                 self._replace(written, target)
             except BaseException:
                 with contextlib.suppress(Exception):  # each filesystem has its own
@@ -261,7 +261,7 @@ class Store:
 
     def open_input(self, path: str) -> Any:
         """Open a file as a pyarrow `RandomAccessFile`."""
-        return self._arrow().open_input_file(self._at(path))
+        return self._arrow.open_input_file(self._at(path))
 
     def checksum(self, path: str) -> tuple[int, int]:
         """Return the size of a file and the CRC-32 of its contents."""
@@ -275,7 +275,7 @@ class Store:
         """Open a pyarrow output stream to a new file, not compressed whatever its name, and make the folders above."""
         target = self._at(path)
         self._make_parent(target)
-        return self._arrow().open_output_stream(target, compression=None)
+        return self._arrow.open_output_stream(target, compression=None)
 
     def __fspath__(self) -> str:
         return os.fspath(self.local_path())
@@ -289,29 +289,25 @@ class Store:
     def _at(self, path: str) -> str:
         if ".." in path.split("/"):
             raise ValueError(f"{path!r} leads out of {self.url}")
-        path = path.strip("/")
-        return posixpath.join(self.root, path) if path else self.root
+        return posixpath.join(self.root, path.strip("/")).rstrip("/") or self.root
 
+    @property
     def _arrow(self) -> Any:
-        if self.filesystem is not None:
-            return self.filesystem
         from pyarrow import fs
 
-        return fs.LocalFileSystem()
+        return self.filesystem or fs.LocalFileSystem()
 
     def _file_info(self, path: str) -> Any:
         return self.filesystem.get_file_info(self._at(path))
 
     @property
     def _uploads_whole(self) -> bool:
-        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self.filesystem.type_name))
+        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self._arrow.type_name))
 
     def _make_parent(self, target: str) -> None:
         parent = posixpath.dirname(target)
-        if self.filesystem is None:
-            os.makedirs(parent, exist_ok=True)
-        elif parent and not self._uploads_whole:
-            self.filesystem.create_dir(parent, recursive=True)
+        if parent and not self._uploads_whole:
+            self._arrow.create_dir(parent, recursive=True)
 
     def _replace(self, source: str, target: str) -> None:
         try:
@@ -323,9 +319,7 @@ class Store:
             self.filesystem.move(source, target)
 
     @staticmethod
-    def _write_local(
-        target: Path, data: bytes, only_if_absent: bool, durable: bool, check: Callable[[], None] | None
-    ) -> bool:
+    def _write_local(target: Path, data: bytes, only_if_absent: bool, durable: bool, check: Callable[[], None]) -> bool:
         make_folder(target.parent, durable)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
@@ -334,30 +328,23 @@ class Store:
                 stream.flush()
                 if durable:
                     os.fsync(stream.fileno())  # otherwise a power cut could leave an empty file of that name
-            if check is not None:
-                check()
-            if not Store._rename(written, target, only_if_absent):
-                return False
-            if durable:
-                sync_folder(target.parent)
-            return True
-        finally:
-            written.unlink(missing_ok=True)
-
-    @staticmethod
-    def _rename(written: Path, target: Path, only_if_absent: bool) -> bool:
-        """Rename a file to `target`; return False if `target` exists and only_if_absent."""
-        if only_if_absent:
+            check()
             try:
-                os.link(written, target)  # unlike a rename this fails if the target exists
-                return True
+                if only_if_absent:
+                    os.link(written, target)  # unlike a rename this fails if the target exists
             except FileExistsError:
                 return False
             except OSError:  # a mount without hard links
                 if target.exists():
                     return False
-        os.replace(written, target)
-        return True
+                only_if_absent = False
+            if not only_if_absent:
+                os.replace(written, target)
+            if durable:
+                sync_folder(target.parent)
+            return True
+        finally:
+            written.unlink(missing_ok=True)
 
 
 # --- local folders ----------------------------------------------------------------------------------
