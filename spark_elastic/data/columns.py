@@ -89,10 +89,7 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
 
 
 def check_travels(types: Mapping[str, Any]) -> None:
-    """Raise DataError if Spark cannot send a column to Python, however little is done with it there.
-
-    `types` are Spark's types of the columns, by name.
-    """
+    """Raise DataError if Spark cannot send a column to Python. `types` are Spark's types of the columns, by name."""
     for name, kind in types.items():
         if reason := _stays_in_java(kind):
             raise DataError(
@@ -218,16 +215,22 @@ class Request:
         if isinstance(self.validation, str):
             check_validation(schema, self.validation, case_sensitive=case_sensitive)
         return tuple(
-            self._tensor(name, [_column(column, types[column]) for column in _names(columns)], isinstance(columns, str))
+            self._tensor(name, [_column(column, types[column]) for column in _names(columns)])
             for name, columns in self.tensors.items()
         )
 
-    def _tensor(self, name: str, columns: Sequence[Column], alone: bool) -> Tensor:
+    def _tensor(self, name: str, columns: Sequence[Column]) -> Tensor:
         first = columns[0]
         asked = self.dtypes.get(name)
-        natural = np.result_type(*(np.dtype(column.dtype) for column in columns))
-        dtype = _dtype(name, asked) if asked is not None else natural.newbyteorder("<").str
-        allow = self.allow_nan if isinstance(self.allow_nan, bool) else name in self.allow_nan
+        try:
+            dtype = (
+                np.result_type(*(np.dtype(column.dtype) for column in columns)) if asked is None else np.dtype(asked)
+            )
+        except TypeError:
+            raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a number of at most 8 bytes")
+        dtype = dtype.newbyteorder("<")
         shape = tuple(self.shapes[name]) if name in self.shapes else None
         kind: Kind | None = Kind.DENSE
         if first.source == "string" or name in self.variable:
@@ -258,27 +261,19 @@ class Request:
                     f"tensor {name!r}: column {odd!r} is of variable length or sparse; give it a tensor of its own",
                     column=odd,
                 )
-        if kind is Kind.SPARSE and np.dtype(dtype).str not in ("<f4", "<f8"):
-            raise InvalidSettingsError(f"tensor {name!r} is sparse, which needs float32 or float64, not {dtype}")
+        if kind is Kind.SPARSE and dtype.str not in ("<f4", "<f8"):
+            raise InvalidSettingsError(f"tensor {name!r} is sparse, which needs float32 or float64, not {dtype.str}")
         if name in self.pad_to and (len(columns) > 1 or first.source not in ("list", "binary") or first.depth > 1):
             raise InvalidSettingsError(
                 f"pad_to is for tensors of one array or binary column, and {name!r} is not one of them"
             )
-        return Tensor(name, tuple(columns), dtype, kind, not alone, shape, self.pad_to.get(name), allow)
+        stacked = not isinstance(self.tensors[name], str)
+        allow = self.allow_nan if isinstance(self.allow_nan, bool) else name in self.allow_nan
+        return Tensor(name, tuple(columns), dtype.str, kind, stacked, shape, self.pad_to.get(name), allow)
 
 
 def _names(columns: str | Sequence[str]) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
-
-
-def _dtype(name: str, asked: str) -> str:
-    try:
-        dtype = np.dtype(asked)
-    except TypeError:
-        raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a number of at most 8 bytes")
-    return dtype.newbyteorder("<").str
 
 
 def _column(name: str, spark_type: Any) -> Column:

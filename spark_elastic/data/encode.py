@@ -17,8 +17,7 @@ from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.manifest import Kind, Layout, TensorField
 from spark_elastic.data.shards import Blob, Block, encode_sparse
 
-SPARSE_FROM = 4096
-"""Vectors up to this size are stored densely: to gather 16 KB costs less than to look them up in the sidecar."""
+SPARSE_FROM = 4096  # to gather smaller vectors, of up to 16 KB, costs less than to look them up in the sidecar
 _SPARSE_BELOW = 0.25
 
 
@@ -123,7 +122,10 @@ class Encoder:
                 else:
                     shape = (sum(widths),)
                 if kind is None:
-                    kind = Kind.SPARSE if _is_sparse(found[tensor.name, only.name]) else Kind.DENSE
+                    first, kind = found[tensor.name, only.name], Kind.DENSE
+                    if isinstance(first, SparseValues) and first.size > SPARSE_FROM:
+                        is_sparse = len(first.flat) < _SPARSE_BELOW * len(first.counts) * first.size
+                        kind = Kind.SPARSE if is_sparse else Kind.DENSE
                 if tensor.shape is not None:
                     if math.prod(tensor.shape) != math.prod(shape):
                         size = f"{math.prod(shape)} values"
@@ -179,13 +181,6 @@ class Encoder:
                         _checked(tensor, column, values.flat, None, first_row, width)
                 else:
                     target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
-
-
-def _is_sparse(values: Values | SparseValues) -> bool:
-    """Return whether a tensor is better stored as a sparse one, by its first values."""
-    if not isinstance(values, SparseValues) or values.size <= SPARSE_FROM:
-        return False
-    return len(values.flat) < _SPARSE_BELOW * len(values.counts) * values.size
 
 
 def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -250,9 +245,9 @@ def _checked(
                 wrong, found = np.abs(flat) >= 2**53, "integers"
                 expected = "decimals below 2**53, as Spark sends them as doubles"
                 remedy = "Cast the column to bigint"
-    if not wrong.any():
-        return stored
     places = np.flatnonzero(wrong)
+    if not len(places):
+        return stored
     missing = setting == "allow_nan"
     found = found if missing else f"{found} such as {flat[places[0]]}"
     owners = rows[places] if rows is not None else places // width
@@ -266,7 +261,10 @@ def _blob(
 ) -> Blob:
     if field.kind is Kind.SPARSE:
         if isinstance(values, Values):
-            values = _compressed(values)
+            matrix = values.flat.reshape(-1, values.width)
+            owners, places = np.nonzero(matrix)
+            counts = np.bincount(owners, minlength=len(matrix)).astype(np.int64)
+            values = SparseValues(counts, places.astype(np.int32), matrix[owners, places], values.width)
         flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), values.counts), first_row)
         return encode_sparse(values.counts, values.indices, flat)
     assert isinstance(values, Values)
@@ -275,14 +273,3 @@ def _blob(
         return Blob(values.flat, lengths)
     flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), lengths), first_row)
     return Blob(np.ascontiguousarray(flat).view(np.uint8), lengths * flat.dtype.itemsize)
-
-
-def _compressed(values: Values) -> SparseValues:
-    matrix = values.flat.reshape(-1, values.width)
-    rows, places = np.nonzero(matrix)
-    return SparseValues(
-        np.bincount(rows, minlength=len(matrix)).astype(np.int64),
-        places.astype(np.int32),
-        matrix[rows, places],
-        values.width,
-    )

@@ -78,8 +78,7 @@ class Kind(str, Enum):
     BYTES = "bytes"  # in the sidecar. Batches have a list of `bytes`.
     STRING = "string"  # in the sidecar, as UTF-8. Batches have a list of `str`.
     ARRAY = "array"  # in the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays.
-    SPARSE = "sparse"
-    """In the sidecar: int32 indices, then as many values of `dtype`. Batches have a dense array `[rows, *shape]`."""
+    SPARSE = "sparse"  # in the sidecar: int32 indices, then as many values. Batches have an array `[rows, *shape]`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,30 +258,26 @@ class Manifest:
         return sum(shard.nbytes + shard.sidecar_nbytes for shard in self.splits[split])
 
     @property
-    def shards(self) -> list[Shard]:
-        """The shards of all splits."""
-        return [shard for shards in self.splits.values() for shard in shards]
-
-    @property
     def files(self) -> dict[str, tuple[int, int]]:
         """The size and the checksum of each file of the dataset, except the manifest."""
         found = {}
-        for shard in self.shards:
+        for shard in (shard for shards in self.splits.values() for shard in shards):
             found[shard.file] = (shard.nbytes, shard.crc32)
             if shard.sidecar is not None:
                 found[shard.sidecar] = (shard.sidecar_nbytes, shard.sidecar_crc32)
         return found
 
     def dumps(self) -> bytes:
-        document = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "key": self.key,
-            "layout": self.layout.to_json(),
-            "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
-            "about": dict(self.about),
-        }
-        return seal(document)
+        return seal(
+            {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                "key": self.key,
+                "layout": self.layout.to_json(),
+                "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
+                "about": dict(self.about),
+            }
+        )
 
     @classmethod
     def loads(cls, text: bytes) -> Manifest:
@@ -321,10 +316,8 @@ def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetErr
 def _shard(entry: Any, stride: int, where: str) -> Shard:
     if not isinstance(entry, dict) or not _SHARD_NEEDS <= entry.keys() <= _SHARD_HAS:
         raise ValueError(f"{where} is {entry!r:.80}, not a shard with {', '.join(sorted(_SHARD_NEEDS))}")
-    for name in ("file", "sidecar"):
-        value = entry.get(name)
-        if name == "sidecar" and value is None:
-            continue
+    for name in ("file", "sidecar") if entry.get("sidecar") is not None else ("file",):
+        value = entry[name]
         if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
             raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this dataset")
     for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):

@@ -81,12 +81,11 @@ class ShardWriter:
 
     def write(self, block: Block) -> None:
         while len(block):
-            room = self._room(block)
-            if room == 0:
+            if room := self._room(block):
+                self._append(block[:room])
+                block = block[room:]
+            else:
                 self._end_shard()
-                continue
-            part, block = (block, block[:0]) if len(block) <= room else (block[:room], block[room:])
-            self._append(part)
 
     def _room(self, block: Block) -> int:
         """Return how many rows of the block fit into this shard; 0: the shard must end."""

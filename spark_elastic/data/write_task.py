@@ -29,9 +29,8 @@ def validation_rows(fraction: float, seed: int, partition: int, first_row: int, 
 
     A function of the rows' places, so that a repeated task decides alike.
     """
-    return hashes(seeded_key(seed, partition), first_row, first_row + rows) < np.uint64(
-        min(int(fraction * 2.0**64), (1 << 64) - 1)
-    )
+    most = np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
+    return hashes(seeded_key(seed, partition), first_row, first_row + rows) < most
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +89,16 @@ class WriteTask:
         splits = ("train",) if self.validation is None else ("train", "validation")
         writers: dict[str, ShardWriter] = {}
         try:
-            for batch in batches:
-                if not batch.num_rows:
-                    continue
+            for batch in filter(len, batches):
                 batch = arrived(batch, self.groups)
                 first_row = encoder.rows
                 block = encoder.encode(batch)
-                if not writers:
-                    assert encoder.layout is not None
-                    for split in splits:
-                        stem = f"{self.run}/{split}-{partition:05d}-{attempt}"
-                        writers[split] = ShardWriter(
-                            self.store, stem, encoder.layout, self.shard_bytes, durable=self.durable
-                        )
+                assert encoder.layout is not None
+                for split in splits if not writers else ():
+                    stem = f"{self.run}/{split}-{partition:05d}-{attempt}"
+                    writers[split] = ShardWriter(
+                        self.store, stem, encoder.layout, self.shard_bytes, durable=self.durable
+                    )
                 if self.validation is None:
                     writers["train"].write(block)
                 else:
@@ -114,10 +110,10 @@ class WriteTask:
                 writer.abort()
             if not isinstance(error, RowsRefused):
                 raise
-            faults = tuple(replace(fault, partition=partition) for fault in error.faults)
-            return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, {}, faults)
-        written = {split: writer.close() for split, writer in writers.items()}
-        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written)
+            written, faults = {}, tuple(replace(fault, partition=partition) for fault in error.faults)
+        else:
+            written, faults = {split: writer.close() for split, writer in writers.items()}, ()
+        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written, faults)
 
     def _validation_rows(self, batch: Any, partition: int, first_row: int) -> Any:
         if not isinstance(self.validation, str):
