@@ -177,26 +177,23 @@ class Checkpoints:
         kept: list[str] = []
         followed: set[str] = set()
         for facts in reversed(self.complete()):
-            wanted = len(kept) < newest or not followed.issuperset(facts.best)
-            if wanted and self._is_sound(facts.name):
-                kept.append(facts.name)
-                followed.update(facts.best)
+            if len(kept) >= newest and followed.issuperset(facts.best):
+                continue
+            try:
+                if facts.name not in self._sound:
+                    self._checked(facts.name)
+            except CheckpointError as error:
+                self._note(facts.name, error)
+                log.warning("%s; not counted among the checkpoints to keep", error)
+                continue
+            self._sound.add(facts.name)
+            kept.append(facts.name)
+            followed.update(facts.best)
         for name in self._names():
             if kept and age_of(name) < age_of(kept[0]) and name not in (*kept, *self._unreadable):
                 self._check_fence()
                 self.store.delete(f"{name}/{MANIFEST}")  # first, so that the rest never looks complete
                 self.store.delete(name)
-
-    def _is_sound(self, name: str) -> bool:
-        if name not in self._sound:
-            try:
-                self._checked(name)
-            except CheckpointError as error:
-                self._note(name, error)
-                log.warning("%s; not counted among the checkpoints to keep", error)
-                return False
-            self._sound.add(name)
-        return True
 
     def _note(self, name: str, error: CheckpointError) -> None:
         if getattr(error, "unreadable", False):
@@ -321,7 +318,10 @@ class CheckpointWriter:
     def submit(self, contents: Callable[[], Contents], step: int = 0, best: tuple[str, ...] = ()) -> None:
         """Queue a checkpoint, whose contents are made on the writer's thread."""
         with self._changed:
-            while best in self._waiting and self._is_patient():
+            # nobody waits for a write that takes long
+            while best in self._waiting and (
+                self._writing is None or self._now() - self._writing[1] < self._patience_s
+            ):
                 self._changed.wait(0.1)
             left_out = self._waiting.pop(best, None)
             self._waiting[best] = (step, contents)
@@ -332,17 +332,10 @@ class CheckpointWriter:
             self._thread = threading.Thread(target=self._work, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
 
-    def _is_patient(self) -> bool:
-        return self._writing is None or self._now() - self._writing[1] < self._patience_s
-
     def watch(self) -> None:
         """Show that a write takes long. To be called again and again while others work or wait."""
-        writing = self._writing
-        if writing is None:
-            return
-        step, since = writing
-        seconds = self._now() - since
-        if seconds >= self._next_notice_s:
+        step, since = self._writing or (0, self._now())
+        if (seconds := self._now() - since) >= self._next_notice_s:
             self._next_notice_s = 2 * seconds
             self._notify(
                 f"the checkpoint of step {step} has been being written to {self._checkpoints.store} for "
@@ -398,7 +391,17 @@ class CheckpointWriter:
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
-                keeps_all = not self._removes_older(notify=not keeps_all)
+                try:
+                    self._checkpoints.keep(self._keep)
+                    keeps_all = False
+                except RunTakenError:
+                    raise
+                except Exception as error:  # a storage in which a file is written once, say
+                    log.warning("older checkpoints could not be removed: %s", redacted(error))
+                    if not keeps_all:
+                        why = first_line(error)
+                        self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+                    keeps_all = True
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -407,20 +410,6 @@ class CheckpointWriter:
                 if not failing:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
-
-    def _removes_older(self, notify: bool) -> bool:
-        """Remove the checkpoints that need not be kept; return whether the storage allows it."""
-        try:
-            self._checkpoints.keep(self._keep)
-        except RunTakenError:
-            raise
-        except Exception as error:  # a storage in which a file is written once, say
-            log.warning("older checkpoints could not be removed: %s", redacted(error))
-            if notify:
-                why = first_line(error)
-                self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
-            return False
-        return True
 
 
 def first_line(error: Exception) -> str:

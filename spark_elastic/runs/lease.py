@@ -204,12 +204,6 @@ class RunLease:
             with self._lock:
                 self._on_taken = None
 
-    def beat(self, now: float) -> None:
-        """Send a heartbeat. Raises `RunTakenError` if another driver has taken over the run."""
-        self.fence.check()
-        self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=now)
-        _write(self._run, self._owner)
-
     def give_back(self) -> None:
         """End the lease. The file stays, so that the next token is larger."""
         self._stop.set()
@@ -225,7 +219,9 @@ class RunLease:
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._beat_s):
             try:
-                self.beat(clock.wall())
+                self.fence.check()
+                self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=clock.wall())
+                _write(self._run, self._owner)
                 self._there_at = clock.monotonic()
             except RunTakenError as error:
                 self._end(error)
@@ -257,27 +253,21 @@ def lease_of(run: Store) -> RunLease | None:
 
 
 @contextmanager
-def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
-    """Hold the run while the block runs. Raises `RunTakenError`, naming the other driver, if one holds it.
+def opened_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
+    """Hold the run while the block runs, and remove files that killed drivers have not completed.
 
-    `known_token` is the largest token in the run's checkpoints.
+    `known_token` is the largest token in the run's checkpoints. Raises `RunTakenError`, naming the other driver, if one
+    holds it.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
     _held[run.address] = lease
     try:
+        lease.check()
+        run.delete_unfinished()
         yield lease
     finally:
         _held.pop(run.address, None)
         lease.give_back()
-
-
-@contextmanager
-def opened_run(run: Store, known_token: int) -> Iterator[RunLease]:
-    """Hold the run as `held_run` does, and remove files that killed drivers have not completed."""
-    with held_run(run, known_token) as lease:
-        lease.check()
-        run.delete_unfinished()
-        yield lease
 
 
 def acquire(
@@ -303,7 +293,7 @@ def acquire(
             if not _is_free(name, found, me, watched, wall(), monotonic(), run):
                 pause(_POLL_S)
                 continue
-        token = max(known_token, 0 if name is None else _token(name)) + 1
+        token = max(known_token, _token(name or "0")) + 1
         mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
         _live.add(mine.name)
         with contextlib.ExitStack() as withdrawal:

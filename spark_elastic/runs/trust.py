@@ -96,7 +96,8 @@ class SafeFrom:
 
     def check(self, installed: str) -> None:
         """Raise `CheckpointError`, naming both versions, if the version is not safe and files are not trusted."""
-        if is_trusted() or (_numbers(installed) >= self.version and installed not in self.flawed):
+        numbers = re.findall(r"\d+", re.split(r"[^\d.]", installed, maxsplit=1)[0])  # of "2.5.1+cpu": 2, 5 and 1
+        if is_trusted() or (tuple(map(int, numbers)) >= self.version and installed not in self.flawed):
             return
         oldest = ".".join(map(str, self.version))
         raise CheckpointError(
@@ -113,8 +114,3 @@ KERAS = SafeFrom(
     "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906, CVE-2025-12058, CVE-2026-1669",
     ("3.13.0", "3.13.1"),
 )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 5, 1) for "2.5.1+cpu"."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))
