@@ -25,13 +25,11 @@ examples:
 exit codes: 0: no problem was found; 1: there is one; 2: the command has to change
 """
 
-_NO_PROBLEM, _PROBLEM_FOUND = 0, 1
-
 
 def check_build() -> tuple[str, bool]:
     """Return a report about what is installed here, and True if a job could be run."""
     lines = [f"Python {platform.python_version()}"]
-    usable = True
+    usable, mark = True, {True: "X", False: " "}
 
     version = installed_version("torch")
     if version is None:
@@ -41,13 +39,13 @@ def check_build() -> tuple[str, bool]:
         import torch
 
         usable = gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-        lines.append(f"[{_mark(gloo)}] PyTorch {version}" + ("" if gloo else ": built without Gloo, which is needed"))
-        lines.append(f"[{_mark(torch.cuda.is_available())}] GPUs that PyTorch can use here")
+        lines.append(f"[{mark[gloo]}] PyTorch {version}" + ("" if gloo else ": built without Gloo, which is needed"))
+        lines.append(f"[{mark[torch.cuda.is_available()]}] GPUs that PyTorch can use here")
 
     spark = installed_version("pyspark")
     usable = usable and spark is not None
     missing = "not installed; pip install 'spark-elastic[spark]', or run under the cluster's own spark-submit"
-    lines.append(f"[{_mark(spark is not None)}] PySpark {spark or ': ' + missing}")
+    lines.append(f"[{mark[spark is not None]}] PySpark {spark or ': ' + missing}")
 
     try:
         lines.append(f"[X] Java: {check_java()}")
@@ -56,12 +54,8 @@ def check_build() -> tuple[str, bool]:
         lines.append(f"[ ] Java: {error}")
 
     keras = installed_version("tensorflow") or installed_version("tensorflow-cpu")
-    lines.append(f"[{_mark(keras is not None)}] TensorFlow {keras or '(optional)'}")
+    lines.append(f"[{mark[keras is not None]}] TensorFlow {keras or '(optional)'}")
     return "\n".join(lines), usable
-
-
-def _mark(present: bool) -> str:
-    return "X" if present else " "
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -86,7 +80,7 @@ def doctor(argv: Sequence[str]) -> int:
     report = examination.report()
     print(report.to_json() if options.json else report)
     sys.stdout.flush()
-    code = _NO_PROBLEM if report.ok else _PROBLEM_FOUND
+    code = 0 if report.ok else 1
     looking.join(2.0)  # Spark stops
     if looking.is_alive():
         os._exit(code)  # otherwise the interpreter would wait for Spark

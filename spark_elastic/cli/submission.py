@@ -77,15 +77,10 @@ def _imported(source: bytes) -> Iterator[str]:
 
 
 def _local_files(folder: Path, module: str) -> Iterator[Path]:
-    single = folder / f"{module}.py"
-    if single.is_file():
-        yield single
-    package = folder / module
     # with or without __init__.py, a folder can be imported
-    if package.is_dir():
-        for found in sorted(package.rglob("*.py")):
-            if not any(part.startswith(".") for part in found.relative_to(folder).parts):
-                yield found
+    for found in (folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))):
+        if found.is_file() and not any(part.startswith(".") for part in found.relative_to(folder).parts):
+            yield found
 
 
 @contextmanager
@@ -143,7 +138,11 @@ def spark_session(
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         _drop_submitted(wanted, master, dict(conf))
     else:
-        _choose_python(master, wanted)
+        # only spark-submit reads spark.pyspark.python, and PySpark would take the first `python3` on the PATH
+        if "spark.pyspark.python" in wanted:
+            os.environ["PYSPARK_PYTHON"] = wanted["spark.pyspark.python"]
+        elif master is None or master.startswith("local"):
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         # local[*] has a slot for each core
         cores = os.cpu_count() or 1
         wanted["spark.master"] = master or (f"local[{slots}]" if (slots or 0) > cores else "local[*]")
@@ -183,17 +182,6 @@ def _drop_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[
         value = wanted.pop(key)
         if key in asked_for and value != submitted.get(key):
             _note(f"--conf {key}={value} is ignored: spark-submit set it to {submitted.get(key)}")
-
-
-def _choose_python(master: str | None, conf: dict[str, str]) -> None:
-    """Have local workers run in this Python; PySpark would choose the first `python3` on the PATH.
-
-    Only spark-submit reads ``spark.pyspark.python``, so it is passed on in the environment.
-    """
-    if "spark.pyspark.python" in conf:
-        os.environ["PYSPARK_PYTHON"] = conf["spark.pyspark.python"]
-    elif master is None or master.startswith("local"):
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def _note(text: str) -> None:

@@ -31,8 +31,7 @@ MOST_WORKERS = 32  # workers of the job that is tried if `num_proc` is not given
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 60.0
 OLDEST_TORCH = (2, 6)
-_OF_JOB = 0.75
-"""The part of the time limit in which the job has to be done; the rest is for ending it and for the store."""
+_OF_JOB = 0.75  # the part of the time limit in which the job has to be done; the rest is to end it, and for the store
 _PACKAGES = ("spark-elastic", "torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "keras")
 
 
@@ -51,6 +50,7 @@ class Examination:
     def __post_init__(self) -> None:
         self._began = clock.monotonic()
         self._findings: list[Finding] = []
+        self._width = 0  # workers of the job that is tried
 
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
@@ -101,12 +101,9 @@ class Examination:
         except Exception as error:
             told = isinstance(error, SparkElasticError)
             says = str(error) if told else f"this could not be looked at: {type(error).__name__}: {error}"
-            fix = f"docs/errors.md has {type(error).__name__}" if told else _OTHERS
+            others = "see to the other findings first, then run the doctor again"
+            fix = f"docs/errors.md has {type(error).__name__}" if told else others
             self._findings.append(Finding(name, PROBLEM, says, fix))
-
-    def _left_s(self) -> float:
-        """Return the seconds that the job may take."""
-        return max(_OF_JOB * self.timeout_s - (clock.monotonic() - self._began), 1.0)
 
     def _without_session(self, problem: str, fix: str) -> None:
         """Run the checks that need no session, and report the problem for which there is none."""
@@ -130,8 +127,6 @@ class Examination:
         finally:
             cluster.leave_thread()
 
-    _width = 0  # workers of the job that is tried
-
     def _check_slots(self, cluster: Cluster) -> Finding:
         self._width = self.num_proc or 0
         dynamic = cluster.allocates_dynamically()
@@ -154,6 +149,7 @@ class Examination:
     def _check_job(self, cluster: Cluster) -> Finding:
         """Run a job of one all-reduce; judge what its workers say about themselves."""
         began = clock.wall()
+        until = self._began + _OF_JOB * self.timeout_s
         job = run_async(
             look_around,
             num_proc=self._width,
@@ -161,11 +157,11 @@ class Examination:
             spark=cluster,
             driver_port=self.driver_port,
             agent_ports=self.agent_ports,
-            start_timeout=self._left_s(),
+            start_timeout=max(until - clock.monotonic(), 1.0),
             verbose=0,
         )
         try:
-            reports = job.result(self._left_s())
+            reports = job.result(max(until - clock.monotonic(), 1.0))
         except TimeoutError:
             status = job.status()
             says = f"the job is not done after {clock.wall() - began:.0f} s: {status.phase}; {status.waiting_for}"
@@ -192,9 +188,6 @@ class Examination:
             fix = "name a store here and in estimators (store=...): a mounted folder, s3://, gs://, abfss://, hdfs://"
             return Finding("storage", WARNING, f"no store was named, and {error}", fix)
         return Finding("storage", OK, f"the driver and the executors see each other's files in {store.url}")
-
-
-_OTHERS = "see to the other findings first, then run the doctor again"
 
 
 def look_around() -> dict[str, Any]:

@@ -162,7 +162,13 @@ class _MLflowFit:
     def end(self, result: DriverResult) -> None:
         if self.run_id is None:
             return
-        self._send("the outcome", lambda: self._set_tags(_outcome(result)))
+        kinds = [event["kind"] for event in result.events]
+        tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
+        if result.stopped:
+            tags["spark_elastic.stopped"] = result.stopped
+        if result.error is not None:
+            tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
+        self._send("the outcome", lambda: self._set_tags(tags))
         self._calls.put(None)
         self._sender.join(END_WAIT_S)
         self._late = self._sender.is_alive()
@@ -172,7 +178,10 @@ class _MLflowFit:
                 "the end of the training",
                 END_WAIT_S,
             )
-            self._leave_run()
+            if self._owns_run and self._is_active():
+                # off this thread's stack, or the next fit would be logged to it
+                with contextlib.suppress(Exception), _brief_requests():
+                    _mlflow().end_run("FAILED")
         else:
             self._try("the events", lambda: self._log_events(result))
             if result.model is not None:
@@ -248,11 +257,8 @@ class _MLflowFit:
         client.log_text(self.run_id, f"{text}\n", "spark_elastic/events.txt")
 
     def _log_plot(self, model: Any) -> None:
-        try:
-            figure = model.plot()
-        except MissingExtraError:
-            return  # without the extra `plot` there is no picture
-        self._client.log_figure(self.run_id, figure, "spark_elastic/plot.png")
+        with contextlib.suppress(MissingExtraError):  # without the extra `plot` there is no picture
+            self._client.log_figure(self.run_id, model.plot(), "spark_elastic/plot.png")
 
     def _log_models(self, model: Any) -> None:
         name = self._callback.registered_model_name
@@ -290,12 +296,6 @@ class _MLflowFit:
         elif error is not None or self._client.get_run(self.run_id).info.status == "RUNNING":
             self._client.set_terminated(self.run_id, status)  # another is active now, which is not ours to end
 
-    def _leave_run(self) -> None:
-        """Take a run that could not be ended off this thread's stack, or the next fit would be logged to it."""
-        if self._owns_run and self._is_active():
-            with contextlib.suppress(Exception), _brief_requests():
-                _mlflow().end_run("FAILED")
-
 
 def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallback]:
     """Return a callback that logs epochs and workers to the run of autologging; none if a `MLflowCallback` is given."""
@@ -304,17 +304,6 @@ def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallbac
     callback = MLflowCallback(log_models=[])
     callback.log_settings = False
     return [callback]
-
-
-def _outcome(result: DriverResult) -> dict[str, str]:
-    """Return the tags of a fit that has ended."""
-    kinds = [event["kind"] for event in result.events]
-    tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
-    if result.stopped:
-        tags["spark_elastic.stopped"] = result.stopped
-    if result.error is not None:
-        tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
-    return tags
 
 
 def _metric_name(name: str) -> str:

@@ -66,20 +66,16 @@ def _signature(model: Any) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
-    tensors = model.tensors
-    if tensors is None:
+    if model.tensors is None:
         return None
-
-    def schema(side: list[dict[str, Any]]) -> Any:
-        names = [each["name"] for each in side] if len(side) > 1 else [None]
-        return Schema(
-            [
-                TensorSpec(np.dtype(each["dtype"]), (-1, *each["shape"]), name)
-                for each, name in zip(side, names, strict=True)
-            ]
-        )
-
-    return ModelSignature(schema(tensors["inputs"]), schema(tensors["outputs"]))
+    specs = [
+        [
+            TensorSpec(np.dtype(each["dtype"]), (-1, *each["shape"]), each["name"] if len(side) > 1 else None)
+            for each in side
+        ]
+        for side in (model.tensors["inputs"], model.tensors["outputs"])
+    ]
+    return ModelSignature(*map(Schema, specs))
 
 
 def _pinned(packages: list[str]) -> list[str]:
