@@ -41,12 +41,10 @@ _ASSIGNED = re.compile(
 
 def redacted(text: object) -> str:
     """Return a text with `***` in place of the credentials in its addresses, queries and connection strings."""
-    text = _USERINFO.sub(_without_user, str(text)) if "://" in str(text) else str(text)
-    if "=" in text or ":" in text or "--" in text:
-        text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
-        text = _QUERY.sub(rf"\g<name>{MARK}", text)
-        text = _ASSIGNED.sub(rf"\g<name>{MARK}", text)
-    return text
+    text = _USERINFO.sub(_without_user, str(text))
+    text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
+    text = _QUERY.sub(rf"\g<name>{MARK}", text)
+    return _ASSIGNED.sub(rf"\g<name>{MARK}", text)
 
 
 def _without_user(found: re.Match[str]) -> str:
@@ -57,8 +55,7 @@ def _without_user(found: re.Match[str]) -> str:
 
 def is_secret(name: object, value: object) -> bool:
     """Return whether an entry of a mapping is a credential, by its name."""
-    is_harmless = value is None or isinstance(value, (bool, int, float))
-    return not is_harmless and _SECRET_NAME.search(str(name)) is not None
+    return not isinstance(value, bool | int | float | None) and _SECRET_NAME.search(str(name)) is not None
 
 
 def without_secrets(name: str, value: Any) -> tuple[Any, list[str]]:

@@ -117,7 +117,9 @@ def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str 
         MissingExtraError: if matplotlib is not installed.
     """
     columns = dict.fromkeys(name for row in history for name in row if name not in FACTS)
-    return _saved(_figures().of_training(history, columns, events, _title(history, events)), path)
+    rows = sum(row.get("rows", 0) for row in history)
+    title = f"{counted(len(history), 'epoch')}, {rows:,} rows; {_losses_in_words(events)}"
+    return _saved(_figures().of_training(history, columns, events, title), path)
 
 
 def draw_job(events: Sequence[EventRow], name: str, path: str | Path | None) -> Any:
@@ -142,12 +144,6 @@ def _saved(figure: Any, path: str | Path | None) -> Any:
         about = {"metadata": {"Title": figure.get_suptitle()}} if Path(path).suffix == ".png" else {}
         figure.savefig(path, dpi=110, **about)
     return figure
-
-
-def _title(history: Sequence[Row], events: Sequence[EventRow]) -> str:
-    epochs = counted(len(history), "epoch")
-    rows = sum(row.get("rows", 0) for row in history)
-    return f"{epochs}, {rows:,} rows; {_losses_in_words(events)}"
 
 
 def _losses_in_words(events: Sequence[EventRow]) -> str:
