@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import re
 import signal
 from collections.abc import Sequence
@@ -26,9 +27,7 @@ class SparkElasticError(Exception):
     def __init__(self, message: str = "", **fields: Any) -> None:
         self.message = redacted(message)
         super().__init__(self.message)
-        self._fields = fields
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self.__dict__.update(fields)
 
     def __post_init__(self) -> None:
         SparkElasticError.__init__(self, self.words(), **{each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
@@ -41,13 +40,8 @@ class SparkElasticError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self._fields))
-
-
-def _rebuild(cls: type[SparkElasticError], message: str, fields: dict[str, Any]) -> SparkElasticError:
-    error = cls.__new__(cls)
-    SparkElasticError.__init__(error, message, **fields)
-    return error
+        # not by the constructor: that of a dataclass takes no message
+        return (copyreg.__newobj__, (type(self), self.message), self.__dict__)
 
 
 # --- the call needs a change ---------------------------------------------------------------------
@@ -247,11 +241,6 @@ class NotEnoughSlotsError(JobError):
         return message + (f". {self.detail}" if self.detail else "")
 
 
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class LaunchError(JobError):
     """The driver cannot launch any slot: each launch failed twice before it left the driver."""
@@ -275,8 +264,8 @@ class ResetLimitError(JobError):
 
     def words(self) -> str:
         return (
-            f"the world would have to be rebuilt for the {_ordinal(self.resets)} time and reset_limit is {self.limit} "
-            f"(last: {self.last_reason}); raise reset_limit, or look into why workers are lost"
+            f"rebuild number {self.resets} of the world would be needed and reset_limit is {self.limit} (last: "
+            f"{self.last_reason}); raise reset_limit, or look into why workers are lost"
         )
 
 

@@ -168,19 +168,7 @@ class Encoder:
                 target[...] = 0
                 target[np.arange(width) < lengths[:, None]] = _checked(tensor, column, values.flat, rows, first_row)
             else:
-                matrix = values.flat.reshape(len(out), width)
-                if _is_lossless(values.flat.dtype, target.dtype) or (
-                    tensor.allow_nan and not column.whole and target.dtype.kind == "f" == matrix.dtype.kind
-                ):
-                    target[...] = matrix
-                elif matrix.dtype.kind == target.dtype.kind == "f" and not column.whole:
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        target[...] = matrix
-                    narrower = target.dtype.itemsize < matrix.dtype.itemsize
-                    if not np.isfinite(target if narrower else matrix).all():
-                        _checked(tensor, column, values.flat, None, first_row, width)
-                else:
-                    target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
+                target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(len(out), width)
 
 
 def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -223,7 +211,10 @@ def _checked(
         return flat.astype(dtype, copy=False)
     setting = "dtypes"
     with np.errstate(over="ignore", invalid="ignore"):
-        stored = flat.astype(dtype)
+        stored = flat.astype(dtype, copy=False)
+        is_float = dtype.kind == flat.dtype.kind == "f" and not column.whole
+        if is_float and ((tensor.allow_nan and rows is None) or np.isfinite(stored).all()):
+            return stored
         if flat.dtype.kind == "f" and not tensor.allow_nan and not np.isfinite(flat).all():
             wrong, found = ~np.isfinite(flat), "NaN or infinity"
             expected, remedy = "finite numbers", "Clean them, or allow them with allow_nan="

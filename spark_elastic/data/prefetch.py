@@ -60,8 +60,8 @@ class Prefetcher(Iterator[T], Generic[T]):
         self.depth = depth
         self._on_close = on_close
         self._room = threading.Semaphore(depth)
+        #: Each item, or the error that ended the source; StopIteration at its end.
         self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        """Each item, or the error that ended the source; StopIteration at its end."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
         self._thread.start()
@@ -165,8 +165,8 @@ class ReadAhead:
         self._order: Order | None = None
         self._owned = (0, 0)
         self._streams: list[deque[_Requested]] = []
+        #: Of each stream, the end of its first requested window: before that, nothing has to be done for it.
         self._ends = np.empty(0, np.int64)
-        """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
 
     def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
         """Wait until a rank's positions `start`..`stop` of an order can be gathered.
@@ -232,7 +232,7 @@ class ReadAhead:
     def _request_window(self, order: WindowedShuffle, stream: int, index: int) -> bool:
         """Request the window around row `index` of an owned stream; return False after the stream's end."""
         number = stream + self._owned[0]
-        if index >= order.stream(number)[1]:
+        if index >= order.lengths[number]:
             return False
         _, start, stop = order.window_at(number, index)
         self._streams[stream].append(_Requested(stop, self._source.request(order.window_ranges(number, start, stop))))

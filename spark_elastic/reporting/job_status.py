@@ -196,13 +196,8 @@ class StatusModel:
                 "world": {
                     "round": status.round,
                     "size": sizes[-1][1],
-                    "num_proc": settings.num_proc,
-                    "min_num_proc": settings.min_num_proc,
-                    "max_num_proc": settings.max_num_proc,
-                    "ready": status.ready,
-                    "succeeded": status.succeeded,
-                    "failed": status.failed,
-                    "resets": status.resets,
+                    **{name: getattr(settings, name) for name in ("num_proc", "min_num_proc", "max_num_proc")},
+                    **{name: getattr(status, name) for name in ("ready", "succeeded", "failed", "resets")},
                     "history": [[_rounded(at + to_wall), size] for at, size in sizes],
                 },
                 "heartbeat_timeout_s": settings.heartbeat_timeout_s,
@@ -224,13 +219,7 @@ class StatusModel:
         made: Document = {
             "steps": status.progress,
             "steps_per_s": None if over or not known else known[len(known) // 2],
-            "epoch": None,
-            "epochs": None,
-            "phase": None,
-            "rows": None,
-            "rows_total": None,
-            "rows_per_s": None,
-            "left_s": None,
+            **dict.fromkeys(("epoch", "epochs", "phase", "rows", "rows_total", "rows_per_s", "left_s")),
             "values": {},
         }
         newest = self._epochs[-1] if self._epochs else None

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.data.manifest import seal, unseal
+from spark_elastic.data.manifest import names_in, seal, typed, unseal, whole_number
 from spark_elastic.errors import CheckpointError, RunTakenError
 from spark_elastic.redaction import redacted
 
@@ -37,9 +37,8 @@ SLOW_S = 30.0  # a write that takes longer is shown, and again after twice the t
 PATIENCE_S = 2.0
 CLOSE_S = 30.0  # how long `close` waits for a write
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
+_NUMBERS = ("step", "epoch", "position", "token")
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-_TYPES = {**_FACTS, "document": dict, "files": dict}  # the types of the manifest's fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,37 +244,32 @@ class Checkpoints:
 
     def _manifest(self, name: str) -> dict[str, Any]:
         """Return the manifest. Raises `CheckpointError`, naming the field, if it is damaged or of another version."""
-        where = f"checkpoint {name} in {self.store}"
         text = self._read(self.store.read_bytes, name, MANIFEST)
         try:
             manifest = unseal(text)
+            if manifest.get("format") != FORMAT:
+                raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
+            if manifest.get("version") != FORMAT_VERSION:
+                version = f"{manifest.get('version')!r:.40}"
+                raise CheckpointError(f"checkpoint {name} has version {version}; this package reads {FORMAT_VERSION}")
+            for field in _NUMBERS:
+                whole_number(manifest.get(field), field)
+            names_in(manifest, "best")
+            typed(manifest, "document", dict)
+            for file, facts in typed(manifest, "files", dict).items():
+                numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
+                if not numbers or not _FILE_NAME.fullmatch(file):
+                    raise ValueError(f"files has {file!r:.80}: {facts!r:.80}")
         except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            where = f"checkpoint {name} in {self.store}"
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
-        if manifest.get("version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint {name} has version {manifest.get('version')!r:.40}; this package reads {FORMAT_VERSION}"
-            )
-        for field, kind in _TYPES.items():
-            if type(manifest.get(field)) is not kind:
-                raise CheckpointError(
-                    f"{where} is damaged: {MANIFEST}: {field} is {manifest.get(field)!r:.80}, not of {kind.__name__}"
-                )
-        if not all(isinstance(each, str) for each in manifest["best"]):
-            raise CheckpointError(
-                f"{where} is damaged: {MANIFEST}: best is {manifest['best']!r:.80}, not a list of names"
-            )
-        for file, facts in manifest["files"].items():
-            numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
-            if not numbers or not _FILE_NAME.fullmatch(file):
-                raise CheckpointError(f"{where} is damaged: {MANIFEST}: files has {file!r:.80}: {facts!r:.80}")
         return manifest
 
 
 def _facts_in(name: str, manifest: Mapping[str, Any]) -> CheckpointFacts:
-    facts = {field: manifest[field] for field in _FACTS}
-    return CheckpointFacts(name, **{**facts, "best": tuple(facts["best"])})
+    return CheckpointFacts(name, **{field: manifest[field] for field in _NUMBERS}, best=tuple(manifest["best"]))
 
 
 class CheckpointWriter:

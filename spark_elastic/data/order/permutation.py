@@ -119,23 +119,19 @@ class Permutation:
             np.subtract(part, column, out=column)
             np.take(self._first, column, out=step, mode="clip")  # other modes buffer `out`
             np.add(line, step, out=line)
-            self._finish(line, column, step, out[start : start + _BLOCK])
+            for number, table in enumerate(self._steps):
+                moved, other = (column, line) if number % 2 == 0 else (line, column)
+                np.take(table, other, out=step, mode="clip")
+                np.add(moved, step, out=moved)
+            rows = out[start : start + _BLOCK]
+            np.take(self._lines, line, out=step, mode="clip")
+            np.take(self._columns, column, out=rows, mode="clip")
+            np.add(rows, step, out=rows)
+            if int(rows.max()) >= self.rows:
+                # the few cells beyond the last row follow their cycle until it meets a row: a bijection still
+                outside = np.flatnonzero(rows >= self.rows)
+                rows[outside] = self[rows[outside]]
         return out
-
-    def _finish(self, line: Indices, column: Indices, step: Indices, out: Indices) -> None:
-        """Apply all rounds after the first one."""
-        for number, table in enumerate(self._steps):
-            moved, other = (column, line) if number % 2 == 0 else (line, column)
-            np.take(table, other, out=step, mode="clip")
-            np.add(moved, step, out=moved)
-        np.take(self._lines, line, out=step, mode="clip")
-        np.take(self._columns, column, out=out, mode="clip")
-        np.add(out, step, out=out)
-        if int(out.max()) < self.rows:
-            return
-        # The few cells beyond the last row follow their cycle until it meets a row: the result stays a bijection.
-        outside = np.flatnonzero(out >= self.rows)
-        out[outside] = self[out[outside]]
 
 
 class GlobalOrder:

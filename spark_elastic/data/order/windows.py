@@ -84,8 +84,8 @@ class WindowedShuffle:
         self._turns = np.array(sorted(range(settings.lanes), key=lambda s: f"{s:0{bits}b}"[::-1]), np.int64)
         longer = np.zeros(settings.lanes, np.int64)
         longer[self._turns[: rows % settings.lanes]] = 1
-        self._lengths = (rows // settings.lanes + longer).tolist()
-        self._begins = (np.cumsum(self._lengths) - self._lengths).tolist()
+        self.lengths = (rows // settings.lanes + longer).tolist()  # of each stream, its number of rows
+        self._begins = (np.cumsum(self.lengths) - self.lengths).tolist()  # and where it begins in the chunk sequence
         self._owned = (-1, -1)
         self._owned_turns: Indices = np.empty(0, np.int64)
         self._owned_before: list[int] = []
@@ -96,20 +96,13 @@ class WindowedShuffle:
     # --- streams and windows ------------------------------------------------------------------
 
     def owned(self, rank: int, size: int) -> tuple[int, int]:
-        """Return the streams `[first, last)` of a rank.
-
-        There are none for some ranks if there are more ranks than streams.
-        """
+        """Return the streams `[first, last)` of a rank: none for some if there are more ranks than streams."""
         streams = self.settings.lanes
         return streams * rank // size, streams * (rank + 1) // size
 
-    def stream(self, stream: int) -> tuple[int, int]:
-        """Return where a stream begins in the chunk sequence, and its number of rows."""
-        return self._begins[stream], self._lengths[stream]
-
     def window_at(self, stream: int, index: int) -> tuple[int, int, int]:
         """Return the window around row `index` of a stream: its number, and its rows `[start, stop)` of the stream."""
-        length, window = self._lengths[stream], self.settings.window_rows
+        length, window = self.lengths[stream], self.settings.window_rows
         if window >= length:
             return 0, 0, length
         # the first one is longer or shorter by up to a half, so that neighbouring streams are out of step
@@ -178,7 +171,7 @@ class WindowedShuffle:
 
     def _fill(self, stream: int, index: int, out: Indices) -> None:
         """Write the rows of a stream from `index` on to `out`, whose rest after the stream's end stays unchanged."""
-        end = min(index + len(out), self._lengths[stream])
+        end = min(index + len(out), self.lengths[stream])
         at = index
         while at < end:
             number, start, stop = self.window_at(stream, at)
