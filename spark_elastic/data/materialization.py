@@ -114,15 +114,9 @@ def materialize(
         shard_bytes=shard_bytes,
         pre_shuffle=pre_shuffle,
     )
-    where = Store.create(store, storage_options)
+    place = Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    return write_dataset(cluster_of(df.sparkSession), df, request, where, dataset_id, kept, verbose)
-
-
-def write_dataset(
-    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
-) -> Dataset:
-    """Do what `materialize` does, in a cluster that the caller has."""
+    cluster = cluster_of(df.sparkSession)
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")

@@ -16,16 +16,7 @@ _shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores tha
 
 
 def ensure_shared(store: Store, cluster: Cluster) -> None:
-    """Run `check_shared`, once per application and store."""
-    about = (cluster.application, store.address)
-    if about not in _shared:
-        cluster.check_executors()
-        check_shared(store, cluster)
-        _shared.add(about)
-
-
-def check_shared(store: Store, cluster: Cluster) -> None:
-    """Check that the executors and the driver see each other's files in a store, with a short job.
+    """Check that the executors and the driver see each other's files, with a short job once per application and store.
 
     The driver writes a token, each task reads it and writes its own file, and the driver looks for these files. The job
     has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
@@ -33,6 +24,10 @@ def check_shared(store: Store, cluster: Cluster) -> None:
     Raises:
         StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
     """
+    about = (cluster.application, store.address)
+    if about in _shared:
+        return
+    cluster.check_executors()
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
 
@@ -58,10 +53,9 @@ def check_shared(store: Store, cluster: Cluster) -> None:
     except Exception as error:  # each filesystem has its own exceptions
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
-        if store.is_local and cluster.is_local:
-            return  # driver and executors are one machine
         name = f"spark_elastic: check that all executors see {store.url}"
-        answers = cluster.start_tasks(probe, None, name).result()
+        is_one_machine = store.is_local and cluster.is_local
+        answers = [] if is_one_machine else cluster.start_tasks(probe, None, name).result()
         problems = {host: problem for host, _, problem in answers if problem}
         for host, file, problem in answers:
             if not problem and not store.exists(f"{folder}/{file}"):
@@ -76,3 +70,4 @@ def check_shared(store: Store, cluster: Cluster) -> None:
             )
     finally:
         store.delete(folder)
+    _shared.add(about)

@@ -285,14 +285,35 @@ def acquire(
     """
     me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
+
+    def is_free(name: str) -> bool:
+        """Return whether the newest lease has ended. Raises `RunTakenError` if its owner is alive."""
+        found, now = _read(run, name), monotonic()
+        if found is not None and (found.released or found.process.is_dead(me)):
+            return True
+        if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
+            if name not in _live:  # it ended, but the storage did not accept its last write
+                return True
+            raise _taken(run, found, wall())
+        if name not in watched:
+            watched[name] = (found, now)
+            log.warning(
+                "the run in %s was taken by %s; waiting up to %.0f s for a heartbeat before it is taken over",
+                run.url,
+                found or "another driver",
+                _patience_s(found, wall()),
+            )
+        first, since = watched[name]
+        if found is not None and first is not None and found.beat != first.beat:
+            raise _taken(run, found, wall())
+        return now - since >= _patience_s(first, wall() - (now - since))
+
     rivals = 0
     while True:
         name = next(reversed(_names(run)), None)
-        if name is not None:
-            found = _read(run, name)
-            if not _is_free(name, found, me, watched, wall(), monotonic(), run):
-                pause(_POLL_S)
-                continue
+        if name is not None and not is_free(name):
+            pause(_POLL_S)
+            continue
         token = max(known_token, _token(name or "0")) + 1
         mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
         _live.add(mine.name)
@@ -310,36 +331,6 @@ def acquire(
         if rivals == _MAX_RIVALS:
             raise RunTakenError(f"several drivers try to take the run in {run.url} at the same time; start one of them")
         pause(random.uniform(0.1, 2.0))
-
-
-def _is_free(
-    name: str,
-    found: Owner | None,
-    me: ProcessIdentity,
-    watched: dict[str, tuple[Owner | None, float]],
-    wall: float,
-    monotonic: float,
-    run: Store,
-) -> bool:
-    """Return whether the newest lease has ended. Raises `RunTakenError` if its owner is alive."""
-    if found is not None and (found.released or found.process.is_dead(me)):
-        return True
-    if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
-        if name not in _live:  # it ended, but the storage did not accept its last write
-            return True
-        raise _taken(run, found, wall)
-    if name not in watched:
-        watched[name] = (found, monotonic)
-        log.warning(
-            "the run in %s was taken by %s; waiting up to %.0f s for a heartbeat before it is taken over",
-            run.url,
-            found or "another driver",
-            _patience_s(found, wall),
-        )
-    first, since = watched[name]
-    if found is not None and first is not None and found.beat != first.beat:
-        raise _taken(run, found, wall)
-    return monotonic - since >= _patience_s(first, wall - (monotonic - since))
 
 
 def _patience_s(found: Owner | None, wall: float) -> float:

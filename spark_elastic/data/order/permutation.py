@@ -24,7 +24,7 @@ _SORTED = 4096  # up to this many rows hashes are sorted: a true shuffle, cheap 
 _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
-_BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
+BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 
@@ -69,15 +69,10 @@ def derived_key(*parts: int) -> int:
     return key
 
 
-def make_scratch() -> Indices:
-    """Allocate the work buffers of a permutation."""
-    return np.empty((3, _BLOCK), np.int64)
-
-
 class Permutation:
     """A bijection of range(rows), a function of (rows, key) alone.
 
-    Permutations of one thread may share the buffers of `make_scratch`.
+    Permutations of one thread may share a `scratch` of shape (3, BLOCK).
     """
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
@@ -103,7 +98,7 @@ class Permutation:
         self._steps = [np.tile(step, times) for step, times in zip(steps[1:], (2, 2, 3), strict=True)]
         self._lines = np.tile(np.arange(0, lines * columns, columns), 3)
         self._columns = np.tile(np.arange(columns), 3)
-        self._scratch = make_scratch() if scratch is None else scratch
+        self._scratch = np.empty((3, BLOCK), np.int64) if scratch is None else scratch
 
     def __getitem__(self, positions: Indices) -> Indices:
         """Return the rows at these positions, shape (n,). Positions must be in range(rows)."""
@@ -111,8 +106,8 @@ class Permutation:
             return self._sorted[positions]
         out = np.empty(len(positions), np.int64)
         columns = len(self._first)
-        for start in range(0, len(positions), _BLOCK):
-            part = positions[start : start + _BLOCK]
+        for start in range(0, len(positions), BLOCK):
+            part = positions[start : start + BLOCK]
             line, column, step = (row[: len(part)] for row in self._scratch)
             np.floor_divide(part, columns, out=line)
             np.multiply(line, columns, out=column)
@@ -123,7 +118,7 @@ class Permutation:
                 moved, other = (column, line) if number % 2 == 0 else (line, column)
                 np.take(table, other, out=step, mode="clip")
                 np.add(moved, step, out=moved)
-            rows = out[start : start + _BLOCK]
+            rows = out[start : start + BLOCK]
             np.take(self._lines, line, out=step, mode="clip")
             np.take(self._columns, column, out=rows, mode="clip")
             np.add(rows, step, out=rows)

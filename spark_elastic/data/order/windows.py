@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from spark_elastic.data.order.permutation import GlobalOrder, Indices, Permutation, derived_key, make_scratch
+from spark_elastic.data.order.permutation import BLOCK, GlobalOrder, Indices, Permutation, derived_key
 
 _CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
@@ -74,7 +74,7 @@ class WindowedShuffle:
         self.rows = rows
         self.settings = settings
         self._key = derived_key(seed, epoch, 1)
-        self._scratch = make_scratch()
+        self._scratch = np.empty((3, BLOCK), np.int64)
         full, self._short = divmod(rows, settings.chunk_rows)
         self._chunks = Permutation(full, derived_key(self._key, 1), self._scratch)
         # a short last chunk may be anywhere in the sequence, like any other
