@@ -105,10 +105,7 @@ def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
         raise UsageError(f"no Spark Connect server answers at {parts.netloc}: {error}") from None
     # in its environment, a program has one kind of session
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
-    builder = SparkSession.builder.remote(url)
-    for key, value in conf:
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = SparkSession.builder.remote(url).config(map=dict(conf)).getOrCreate()
     try:
         yield session
     finally:
@@ -147,11 +144,8 @@ def spark_session(
         cores = os.cpu_count() or 1
         wanted["spark.master"] = master or (f"local[{slots}]" if (slots or 0) > cores else "local[*]")
 
-    builder = SparkSession.builder
-    for key, value in wanted.items():
-        builder = builder.config(key, value)
     try:
-        session = builder.getOrCreate()
+        session = SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:  # the type that pyspark raises has moved between versions
         # checked only now: Spark's own configuration may name a Java that is not on the PATH
         if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):

@@ -7,7 +7,6 @@
                                      /used                modified when the dataset was last requested
                                      /leases/<id>.json    a process needs the dataset until the time in it
                                      /checked/<host>.json files whose checksums were right on that host
-                                     /damaged             the name of a damaged file; the dataset is written again
                                      /<run>/*.rows, *.side
 """
 
@@ -36,7 +35,7 @@ DATASETS = "spark_elastic-sets"
 LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
-    r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
+    r"(manifest\.json|keep|used|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
 )
 
 _log = logging.getLogger(__name__)

@@ -19,21 +19,9 @@ INTEGERS = frozenset({"byte", "short", "integer", "long"})
 REALS = frozenset({"float", "double", "decimal", "boolean"})
 TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 TEXTS = frozenset({"string", "char", "varchar"})
-_ELEMENTS = {
-    "byte": "<i1",
-    "short": "<i2",
-    "integer": "<i4",
-    "long": "<i8",
-    "float": "<f4",
-    "double": "<f8",
-    "boolean": "|b1",
-    "decimal": "<f8",
-    "date": "<i8",
-    "timestamp": "<i8",
-    "timestamp_ntz": "<i8",
-    "daytimeinterval": "<i8",
-}
-"""Spark's name of a type → the dtype that stores a value. Dates are days, the others microseconds since 1970 (UTC)."""
+#: Spark's name of a type → the dtype that stores a value. Dates are days, other times microseconds since 1970 (UTC).
+_ELEMENTS = {"byte": "<i1", "short": "<i2", "integer": "<i4", "long": "<i8", "float": "<f4", "double": "<f8"}
+_ELEMENTS |= {"boolean": "|b1", "decimal": "<f8", **dict.fromkeys((*TIMES, "daytimeinterval"), "<i8")}
 _INSTEAD = {
     "map": "take the values you need: df.withColumn(name, F.col(column)['key'])",
     "struct": "select its fields as columns: df.select('column.*')",

@@ -176,11 +176,8 @@ class LocalSource:
 
 # --- comparison with the checksums ------------------------------------------------------------------
 
-SETTING = "SPARK_ELASTIC_CHECK_ROWS"
-"""Environment variable: with "off", files of local datasets are not compared with their checksums."""
+SETTING = "SPARK_ELASTIC_CHECK_ROWS"  # environment variable: with "off", files of local datasets are not compared
 CHECKED = "checked"  # the subfolder of a dataset with the records of each host
-DAMAGED = "damaged"
-"""A file in a dataset's folder that marks the dataset as damaged: its files are compared when it is opened again."""
 _READ_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2
 
@@ -263,8 +260,6 @@ class LocalCheck:
             if self._stop.is_set():  # perhaps before the end of the file, or without the lock
                 return
             if found != expected:
-                with contextlib.suppress(OSError):  # a read-only dataset stays as it is
-                    self._store.local_path(DAMAGED).write_text(file)
                 raise checksum_error(self._store.url, file, found, expected)
             if known.get(file) != version and records is not None:
                 known[file] = version

@@ -127,14 +127,8 @@ class Layout:
 
     def record_of(self, formats: list[np.dtype[Any]]) -> np.dtype[Any]:
         """Return the record as a numpy structured dtype, with another format of each field."""
-        return np.dtype(
-            {
-                "names": [field.name for field in self.fields],
-                "formats": formats,
-                "offsets": [field.offset for field in self.fields],
-                "itemsize": self.stride,
-            }
-        )
+        names, offsets = [field.name for field in self.fields], [field.offset for field in self.fields]
+        return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.stride})
 
     @property
     def has_sidecar(self) -> bool:

@@ -23,7 +23,6 @@ from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
 from spark_elastic.data.columns import Request, Tensor, cast_of, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.shared_store import ensure_shared
@@ -132,7 +131,7 @@ def materialize(
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             dataset = Dataset.open(folder)
             _check_settings(dataset, settings, dataset_id)
-            if may_be_lost(folder) or folder.exists(DAMAGED):
+            if may_be_lost(folder):
                 dataset.verify()
             mark_used(folder, kept)
             _log.info("rows that were written before are read from %s", folder.url)

@@ -129,14 +129,10 @@ class Source(Protocol):
         """
 
     def release(self, request: Any) -> None:
-        """Tell that the rows of a request are not needed any more."""
+        """Give up the rows of a request, which are not needed any more."""
 
     def preload(self, stopping: Future[None]) -> None:
-        """Prepare all rows for being gathered in any order. Thread-safe; later calls do nothing.
-
-        A remote store copies them here, and this waits for it until `stopping` is done; local files are at most read
-        ahead.
-        """
+        """Prepare all rows: copy them from a remote store, as `wait` does, or read local files ahead. Thread-safe."""
 
 
 @dataclass(slots=True)
@@ -169,9 +165,7 @@ class ReadAhead:
         self._ends = np.empty(0, np.int64)
 
     def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Wait until a rank's positions `start`..`stop` of an order can be gathered.
-
-        Raises Stopped if `stop` was called.
+        """Wait until a rank's positions `start`..`stop` of an order can be gathered. Raise Stopped after `stop`.
 
         The positions follow those of the last call, unless the order or the world is another.
         """

@@ -131,8 +131,9 @@ class Announcer:
             self._line(", ".join([resumed, *changes[index].cost("after ")]))
         while self._announced < len(changes):
             change = changes[self._announced]
-            due = now if last else _due(change)
-            if due > now:
+            waits_for_cause = change.kind == "lost" and change.unexplained
+            due = change.at + (PAUSE_S if change.open else CAUSE_S if waits_for_cause else 0.0)
+            if due > now and not last:
                 return due
             if change.kind != "waiting":  # the progress bar shows waits
                 known = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
@@ -149,12 +150,3 @@ class Announcer:
     def _line(self, text: str) -> None:
         if self._verbose >= 1:
             self._say(f"spark_elastic: {text}")
-
-
-def _due(change: MembershipChange) -> float:
-    """Return when the change is announced."""
-    if change.open:
-        return change.at + PAUSE_S
-    if change.kind == "lost" and change.unexplained:
-        return change.at + CAUSE_S
-    return change.at
