@@ -107,7 +107,6 @@ class Encoder:
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
-        """Derive the layout from the first batch."""
         fields = []
         for tensor in self._tensors:
             names = tuple(column.name for column in tensor.columns)

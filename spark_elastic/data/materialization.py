@@ -160,7 +160,6 @@ def _key_of(settings: Mapping[str, Any]) -> str:
 
 
 def _check_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: str | None) -> None:
-    """Raise DatasetError if a dataset was written with other settings."""
     if dataset.manifest.key != _key_of(settings):
         written = dataset.manifest.about.get("settings", {})
         different = sorted(name for name in settings if written.get(name) != settings[name])
@@ -290,7 +289,6 @@ def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:
-    """Raise one DataError for the faults of all tasks, if there are any."""
     seen = sum(receipt.rows for receipt in receipts)
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         raise error_of(faults, seen)

@@ -111,12 +111,10 @@ def least_cache_of_reader(
 
 
 def _group_batches(rows: int, row_bytes: int) -> int:
-    """Return how many batches of `rows` rows, of `row_bytes` bytes each, are gathered together."""
     return max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes) // max(1, rows))
 
 
 def _groups_ahead(batches: int, prefetch: int) -> int:
-    """Return how many groups of `batches` batches are gathered ahead."""
     wanted = -(-prefetch // batches)
     # with one group, the thread waits for the consumer before it begins the next one
     return max(2, wanted) if prefetch and batches > 1 else wanted
@@ -301,7 +299,6 @@ class BatchReader:
     def _groups(
         self, ahead: ReadAhead, order: Order, position: int, batch_size: int, batches: int, world: tuple[int, int]
     ) -> Iterator[Iterator[Batch]]:
-        """Yield groups of `batches` global batches."""
         try:
             for begin in range(position, self.rows, batches * batch_size):
                 end = min(begin + batches * batch_size, self.rows)
@@ -320,7 +317,6 @@ class BatchReader:
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
     def _gathered(self, numbers: Indices) -> dict[str, Any]:
-        """Return the tensors of the rows with these numbers."""
         nbytes = len(numbers) * self._dtype.itemsize
         out: npt.NDArray[Any] = self._buffers.acquire(nbytes)[:nbytes]
         self._files.rows.gather(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))

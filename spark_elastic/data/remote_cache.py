@@ -308,8 +308,6 @@ class CachedSplit:
         self._shards = ThreadPoolExecutor(_SHARDS, thread_name_prefix="spark-elastic-shard")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
-    # --- a source of rows -----------------------------------------------------------------------
-
     def request(self, ranges: Ranges) -> dict[int, Future[None]]:
         """Start to fetch the shards of these rows."""
         shards = sorted({shard for start, stop in ranges for shard, _, _ in self._numbering.ranges(start, stop)})
@@ -342,8 +340,6 @@ class CachedSplit:
             self._preloaded = self.request([(0, self._numbering.rows)])
         self.wait(self._preloaded, stopping)
 
-    # --- shards ---------------------------------------------------------------------------------
-
     def _get(self, shard: int) -> None:
         """Hold the files of a shard, fetched if they are not there, and map them."""
         held: list[int] = []
@@ -374,7 +370,6 @@ class CachedSplit:
         raise Stopped
 
     def _parts(self, file: _CachedFile) -> Iterator[bytes]:
-        """Yield the file's bytes, read a few parts ahead."""
         ahead: deque[Future[bytes]] = deque()
         for at in range(0, file.nbytes, _PART_BYTES):
             if self._stopping.is_set():

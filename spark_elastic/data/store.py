@@ -347,9 +347,6 @@ class Store:
             written.unlink(missing_ok=True)
 
 
-# --- local folders ----------------------------------------------------------------------------------
-
-
 def make_folder(folder: Path, durable: bool) -> None:
     """Make a folder and those above it; durable: so that they survive a power cut."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()] if durable else []

@@ -111,7 +111,6 @@ class Examination:
         self._findings.append(Finding("Spark", PROBLEM, problem, fix))
 
     def _check_cluster(self, spark: Any) -> None:
-        """Check a session and its executors with a job, and the store."""
         try:
             cluster = checked_cluster(spark)
         except Exception as error:
@@ -282,11 +281,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
 
 
-# --- Java and the session -----------------------------------------------------------------------------
-
-
 def _java_here() -> Finding:
-    """Find the Java that a new session on this machine would start with."""
     try:
         path = check_java()
     except JavaNotFoundError as error:

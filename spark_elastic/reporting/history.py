@@ -99,9 +99,6 @@ class History(Sequence[Row]):
         return cls(document)
 
 
-# --- plots ----------------------------------------------------------------------------------------
-
-
 def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
     """Plot the loss and the metrics of a training over its epochs, with the number of workers.
 

@@ -68,8 +68,6 @@ class ProgressModel:
         self.describe_cluster: Callable[[], str] | None = None
         self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
 
-    # --- input --------------------------------------------------------------------------------------
-
     def live(self, message: LiveProgress, now: float) -> None:
         """Store the progress within an epoch."""
         with self._lock:
@@ -129,8 +127,6 @@ class ProgressModel:
         except Exception:  # Spark may be about to end
             words = ""
         self._cluster = (words, now + LOOK_AT_CLUSTER_S)
-
-    # --- output -------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View | None:
         """Return what the bar shows; None: there is nothing to show."""

@@ -223,7 +223,6 @@ class Checkpoints:
             return True
 
     def _names(self) -> list[str]:
-        """Return the names of all checkpoints, complete or not, oldest first."""
         entries = self.store.list()
         return sorted((entry.path.rstrip("/").rpartition("/")[2] for entry in entries if entry.is_dir), key=age_of)
 

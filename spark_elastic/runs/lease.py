@@ -347,7 +347,6 @@ def _taken(run: Store, owner: Owner, wall: float) -> RunTakenError:
 
 
 def _names(run: Store) -> list[str]:
-    """Return the names of the owners' files, the newest last."""
     names = [entry.path.rpartition("/")[2] for entry in run.list(OWNERS) if not entry.is_dir]
     return sorted((name for name in names if _FILE.fullmatch(name)), key=lambda name: (_token(name), name))
 

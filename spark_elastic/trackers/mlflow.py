@@ -190,7 +190,6 @@ class _MLflowFit:
             self._try("the end of the run", lambda: self._end_run(result.error))
 
     def _send(self, name: str, call: Callable[[], None]) -> None:
-        """Have the sender's thread make a call, if there is a run."""
         if self.run_id is not None:
             self._calls.put((name, call))
 
@@ -206,8 +205,6 @@ class _MLflowFit:
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning("%s could not be logged to MLflow: %s: %s", name, type(error).__name__, redacted(error))
-
-    # --- calls of MLflow --------------------------------------------------------------------------
 
     def _start_run(self) -> None:
         mlflow, callback = _mlflow(), self._callback

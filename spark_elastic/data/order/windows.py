@@ -93,8 +93,6 @@ class WindowedShuffle:
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
 
-    # --- streams and windows ------------------------------------------------------------------
-
     def owned(self, rank: int, size: int) -> tuple[int, int]:
         """Return the streams `[first, last)` of a rank: none for some if there are more ranks than streams."""
         streams = self.settings.lanes
@@ -130,8 +128,6 @@ class WindowedShuffle:
             else:
                 ranges.append((row, row + end - cut))
         return ranges
-
-    # --- rows ---------------------------------------------------------------------------------
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
         """Return a rank's rows of consecutive global batches, as `GlobalOrder.take`."""
