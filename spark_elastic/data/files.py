@@ -231,8 +231,7 @@ class LocalCheck:
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()  # without its parents: the dataset may be deleted at this moment
-            lock = os.open(folder / f"{host}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            open_files.callback(os.close, lock)
+            lock = open_files.enter_context((folder / f"{host}.lock").open("ab"))
             while not self._stop.is_set():
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,6 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 VERSION = 1  # version of the document. Fields may be added within a version; one that is removed or changed raises it.
 MEASURE_S = 0.9  # the shortest time between two measurements of a worker's steps
 MOST_EPOCHS = 400
-MOST_EPOCHS_KEPT = 10_000
 MOST_SIZES = 400
 MOST_EVENTS = 200
 MOST_HOSTS = 200
@@ -95,7 +94,6 @@ class StatusModel:
         self._heartbeats: dict[WorkerId, _Heartbeats] = {}
         self._live: tuple[LiveProgress, Speed] | None = None
         self._epochs: list[EpochEnded] = []
-        self._epoch_count = 0
         self._sizes: list[tuple[float, int]] = [(now, 0)]  # the size of the world and when it changed to that
 
     # --- input, from the driver's thread --------------------------------------------------------------
@@ -134,8 +132,6 @@ class StatusModel:
                     self._ended = self._ended or record
             if size != self._sizes[-1][1]:
                 self._sizes.append((record.at, size))
-                if len(self._sizes) > 2 * MOST_SIZES:
-                    self._sizes = _thin(self._sizes, MOST_SIZES, _size)
 
     def live(self, message: LiveProgress, now: float) -> None:
         """Store the progress within an epoch."""
@@ -151,12 +147,8 @@ class StatusModel:
     def epoch(self, message: EpochEnded) -> None:
         """Store the results of an epoch. A repetition, from a new rank 0, has no effect."""
         with self._lock:
-            if self._epochs and message.epoch <= self._epochs[-1].epoch:
-                return
-            self._epoch_count += 1
-            self._epochs.append(message)
-            if len(self._epochs) > MOST_EPOCHS_KEPT:
-                self._epochs = _thin(self._epochs, MOST_EPOCHS_KEPT // 2, _first_value)
+            if not self._epochs or message.epoch > self._epochs[-1].epoch:
+                self._epochs.append(message)
 
     # --- output, from any thread ----------------------------------------------------------------------
 
@@ -177,7 +169,7 @@ class StatusModel:
             settings, ended, wait = self._settings, self._ended, self._wait
             ordered = sorted(workers, key=lambda each: (each.rank is None, each.rank or 0, each.worker))
             rows = [_worker_row(each, self._heartbeats.get(each.worker), now) for each in ordered]
-            sizes = _thin(self._sizes, MOST_SIZES, _size)
+            sizes = _thin(self._sizes, MOST_SIZES, lambda change: change[1])
             return {
                 "version": VERSION,
                 "job": self._job,
@@ -201,10 +193,10 @@ class StatusModel:
                     "history": [[_rounded(at + to_wall), size] for at, size in sizes],
                 },
                 "heartbeat_timeout_s": settings.heartbeat_timeout_s,
-                "hosts": _hosts([each.host for each in ordered], [each.executor for each in ordered], rows),
+                "hosts": _hosts(rows),
                 "workers": {"count": len(rows), "rows": rows if len(rows) <= MOST_WORKERS else []},
                 "epochs": {
-                    "count": self._epoch_count,
+                    "count": len(self._epochs),
                     "rows": [
                         {"epoch": each.epoch, "seconds": _rounded(each.seconds), "values": _plain_values(each.values)}
                         for each in _thin(self._epochs, MOST_EPOCHS, _first_value)
@@ -271,24 +263,23 @@ def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> 
     }
 
 
-def _hosts(names: Sequence[str], executors: Sequence[str], workers: Sequence[Document]) -> Document:
-    """Return the hosts of the rows of `workers`, which are sorted by rank."""
-    by_host: dict[str, list[tuple[str, Document]]] = {}
-    for name, executor, row in zip(names, executors, workers, strict=True):
-        by_host.setdefault(name, []).append((executor, row))
+def _hosts(workers: Sequence[Document]) -> Document:
+    by_host: dict[str, list[Document]] = {}
+    for row in workers:
+        by_host.setdefault(row["host"], []).append(row)
     rows = []
-    for here in by_host.values():
+    for host, here in by_host.items():
         known = {
-            field: [row[field] for _, row in here if row[field] is not None]
+            field: [row[field] for row in here if row[field] is not None]
             for field in ("rank", "steps_per_s", "heartbeat_age_s", "blocked_s")
         }
-        states = Counter(row["state"] for _, row in here)
+        states = Counter(row["state"] for row in here)
         rates = known["steps_per_s"]
         rows.append(
             {
-                "host": here[0][1]["host"],
+                "host": host,
                 "first_rank": min(known["rank"], default=None),
-                "executors": len({executor for executor, _ in here}),
+                "executors": len({row["executor"] for row in here}),
                 "workers": len(here),
                 "training": states[TRAINING],
                 "states": dict(states),
@@ -328,10 +319,6 @@ def _events(changes: Sequence[MembershipChange]) -> Document:
 def _first_value(message: EpochEnded) -> float:
     value = next(iter(message.values.values()), 0.0)
     return value if math.isfinite(value) else math.inf
-
-
-def _size(change: tuple[float, int]) -> int:
-    return change[1]
 
 
 def _thin(all_of: Sequence[T], most: int, key: Callable[[T], float]) -> list[T]:

@@ -38,11 +38,6 @@ class View:
         """The done part of the whole; 0 if the total is not known."""
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until it is done at this rate; None: not known, or done."""
-        return (self.total - self.done) / self.rate if self.done < self.total and self.rate else None
-
 
 class ProgressModel:
     """Holds what a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
@@ -206,7 +201,8 @@ def _measured(view: View) -> tuple[list[str], str, str, str]:
     values = [f"{name} {value:.4g}" for name, value in view.values.items()]
     workers = counted(view.workers, "worker") if view.workers else ""
     rate = "" if view.rate is None else f"{short(view.rate)} {view.unit}/s"
-    return values, workers, rate, "" if view.eta_s is None else f"{clock(view.eta_s)} left"
+    eta = f"{clock((view.total - view.done) / view.rate)} left" if view.done < view.total and view.rate else ""
+    return values, workers, rate, eta
 
 
 def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, float]) -> str:

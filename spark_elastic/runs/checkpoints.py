@@ -15,16 +15,14 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.data.manifest import names_in, seal, typed, unseal, whole_number
+from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, RunTakenError
 from spark_elastic.redaction import redacted
-
-if TYPE_CHECKING:
-    from spark_elastic.data.store import Store
-    from spark_elastic.runs.lease import Fence
+from spark_elastic.runs.lease import Fence
 
 log = logging.getLogger("spark_elastic.runs")
 
