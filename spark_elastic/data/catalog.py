@@ -150,10 +150,10 @@ def _datasets(store: Store) -> list[_Listed]:
     return [_Listed(store.sub(entry.path)) for entry in store.list(DATASETS) if entry.is_dir]
 
 
-def collect_orphans(store: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
+def collect_orphans(store: Store) -> list[str]:
     """Delete what interrupted writes, repeated tasks and killed processes left behind.
 
-    Datasets that are leased or kept stay, and so do files younger than `age_s` and files with other names than ours.
+    Datasets that are leased or kept stay, and so do files of the last day and files with other names than ours.
     Return the deleted paths, relative to the store.
     """
     deleted: list[str] = []
@@ -164,11 +164,11 @@ def collect_orphans(store: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
             continue
         paths = {entry.path for entry in found.files}
         unused = MANIFEST_NAME not in paths or "keep" not in paths
-        if unused and found.used_s < now - age_s and found.only_ours:
+        if unused and found.used_s < now - ORPHAN_AGE_S and found.only_ours:
             delete_dataset(found.folder)
             deleted.append(f"{DATASETS}/{found.name}")
         elif MANIFEST_NAME in paths:
-            old = {entry.path for entry in found.files if entry.modified_s < now - age_s}
+            old = {entry.path for entry in found.files if entry.modified_s < now - ORPHAN_AGE_S}
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
             if orphans:
                 orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files.keys()

@@ -44,13 +44,12 @@ class Dataset:
             text = store.read_bytes(MANIFEST_NAME)
         except (FileNotFoundError, NotADirectoryError):
             raise DatasetError(
-                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised dataset, or writing it did not end",
-                url=store.url,
+                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised dataset, or writing it did not end"
             ) from None
         try:
             dataset = cls(store, Manifest.loads(text))
         except ValueError as error:
-            raise DatasetError(f"{store.url}/{MANIFEST_NAME}: {error}", url=store.url) from error
+            raise DatasetError(f"{store.url}/{MANIFEST_NAME}: {error}") from error
         dataset._check_files()
         return dataset
 
@@ -93,9 +92,7 @@ class Dataset:
                 size = f"{found[file]} bytes" if file in found else "not there"
                 raise DatasetError(
                     f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the dataset is damaged, "
-                    "delete it and write it again",
-                    url=self.store.url,
-                    file=file,
+                    "delete it and write it again"
                 )
 
 
@@ -132,7 +129,7 @@ def pack(
     """
     store = Store.create(where, storage_options)
     if store.exists(MANIFEST_NAME):
-        raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder", url=store.url)
+        raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder")
     splits = {"train": tensors, **({"validation": validation} if validation is not None else {})}
     layout: Layout | None = None
     written: dict[str, tuple[Shard, ...]] = {}

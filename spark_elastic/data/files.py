@@ -255,7 +255,7 @@ class LocalCheck:
                 version = [status.st_size, status.st_mtime_ns, status.st_ino, expected]
                 found = expected if known.get(file) == version else self._checksum(path)
             except OSError as error:
-                raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
+                raise DatasetError(f"shard {path} cannot be read: {error}") from error
             if self._stop.is_set():  # perhaps before the end of the file, or without the lock
                 return
             if found != expected:

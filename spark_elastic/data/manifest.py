@@ -301,9 +301,7 @@ def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetErr
     """Return the error for a file whose checksum differs from the one in the manifest."""
     return DatasetError(
         f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the dataset is damaged, delete "
-        "it and write it again",
-        url=url,
-        file=file,
+        "it and write it again"
     )
 
 

@@ -144,7 +144,7 @@ def materialize(
                 _check_settings(dataset, settings, dataset_id)  # another process may have written it meanwhile
             mark_used(folder, kept)
         except OSError as error:
-            raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
+            raise StoreError(f"the driver cannot write to {folder.url}: {error}") from error
         if verbose and (seconds := monotonic() - began) >= LONG_WRITE_S:
             how = f" to {folder.url}" if kept else "; dataset_id= keeps them"
             print(f"spark_elastic: rows written in {seconds:.0f} s{how}", file=sys.stderr, flush=True)
@@ -166,8 +166,7 @@ def _check_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: s
         raise DatasetError(
             f"the dataset {dataset_id!r} in {dataset.store.url} was written with other settings: "
             + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
-            + "; choose another dataset_id, or delete it",
-            url=dataset.store.url,
+            + "; choose another dataset_id, or delete it"
         )
 
 
@@ -210,9 +209,7 @@ class _Write:
                 if folder.size(shard.file) != shard.nbytes:
                     raise StoreError(
                         f"{host} wrote {shard.file} to {folder.url}, but the driver does not see it as a whole; name a "
-                        "store that driver and executors share",
-                        url=folder.url,
-                        host=host,
+                        "store that driver and executors share"
                     )
         except BaseException:
             folder.delete(run)

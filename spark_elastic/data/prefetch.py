@@ -54,16 +54,14 @@ class Prefetcher(Iterator[T], Generic[T]):
     interrupt a source that waits.
     """
 
-    def __init__(
-        self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, source: Callable[[], Iterable[T]], depth: int, on_close: Callable[[], None]) -> None:
         self.depth = depth
         self._on_close = on_close
         self._room = threading.Semaphore(depth)
         #: Each item, or the error that ended the source; StopIteration at its end.
         self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(source,), name="spark-elastic-reader", daemon=True)
         self._thread.start()
 
     def _run(self, source: Callable[[], Iterable[T]]) -> None:

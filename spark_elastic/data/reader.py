@@ -270,7 +270,7 @@ class BatchReader:
             if self._prefetch:
                 most = _AHEAD_BYTES // (batches * mine * self._row_bytes)
                 depth = max(1, min(_groups_ahead(batches, self._prefetch), most))
-                groups: Iterator[Iterator[Batch]] = Prefetcher(make, depth, "spark-elastic-reader", ahead.stop)
+                groups: Iterator[Iterator[Batch]] = Prefetcher(make, depth, ahead.stop)
                 self._running.add(groups)
             else:
                 groups = make()

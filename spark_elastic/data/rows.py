@@ -51,13 +51,10 @@ class MappedFiles:
                 if (found := file.stat().st_size) == expected:
                     self._maps[shard] = mmap.mmap(stream.fileno(), expected, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DatasetError(f"shard {file} cannot be read: {error}", file=str(file)) from error
+            raise DatasetError(f"shard {file} cannot be read: {error}") from error
         if found != expected:
             raise DatasetError(
-                f"shard {file} has {found} bytes, the manifest says {expected}; the dataset is damaged, write it again",
-                file=str(file),
-                expected=expected,
-                found=found,
+                f"shard {file} has {found} bytes, the manifest says {expected}; the dataset is damaged, write it again"
             )
         self._bytes[shard] = np.frombuffer(self._maps[shard], np.uint8)
 

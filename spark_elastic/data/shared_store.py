@@ -51,7 +51,7 @@ def ensure_shared(store: Store, cluster: Cluster) -> None:
     try:
         store.write_bytes(f"{folder}/driver", token.encode())
     except Exception as error:  # each filesystem has its own exceptions
-        raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
+        raise StoreError(f"the driver cannot write to {store.url}: {error}") from error
     try:
         name = f"spark_elastic: check that all executors see {store.url}"
         is_one_machine = store.is_local and cluster.is_local
@@ -65,8 +65,7 @@ def ensure_shared(store: Store, cluster: Cluster) -> None:
             raise StoreError(
                 f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {listed}. Name "
                 "a store that all of them see: store= a mounted folder (NFS, /dbfs, /Volumes) or an hdfs://, "
-                "s3://, gs:// or abfs:// URI",
-                url=store.url,
+                "s3://, gs:// or abfs:// URI"
             )
     finally:
         store.delete(folder)

@@ -131,8 +131,7 @@ class Store:
             reasons.append(f"fsspec: {type(error).__name__}: {error}")
         raise StoreError(
             f"nothing here can open {uri!r}: {'; '.join(reasons)}. Install the fsspec package for {scheme}://, or use "
-            "a path that all machines mount",
-            url=redacted(uri),
+            "a path that all machines mount"
         )
 
     @property
@@ -143,7 +142,7 @@ class Store:
     def local_path(self, path: str = "") -> Path:
         """Return the path of a file or folder on this machine. Raise StoreError if the store is remote."""
         if self.filesystem is not None:
-            raise StoreError(f"{self.url} is a remote store: its files have no paths on this machine", url=self.url)
+            raise StoreError(f"{self.url} is a remote store: its files have no paths on this machine")
         return Path(self._at(path))
 
     def sub(self, path: str) -> Store:
@@ -233,13 +232,13 @@ class Store:
             found.append(FileEntry(relative, int(info.size or 0), modified_s, info.type.name == "Directory"))
         return sorted(found, key=lambda entry: entry.path)
 
-    def delete_unfinished(self, path: str = "") -> None:
-        """Delete the files of a folder whose writers have died before they were complete.
+    def delete_unfinished(self) -> None:
+        """Delete the files of the folder whose writers have died before they were complete.
 
         For a caller who knows that nobody writes there: a file that is being written cannot be told from those.
         """
-        for entry in self.list(path):
-            if not entry.is_dir and _UNFINISHED.fullmatch(entry.path.rpartition("/")[2]):
+        for entry in self.list():
+            if not entry.is_dir and _UNFINISHED.fullmatch(entry.path):
                 self.delete(entry.path)
 
     def delete(self, path: str = "") -> None:
@@ -394,5 +393,5 @@ def own_temporary_folder(kind: str, remedy: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{folder} belongs to another user; {remedy}", url=str(folder))
+        raise StoreError(f"{folder} belongs to another user; {remedy}")
     return folder
