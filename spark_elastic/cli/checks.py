@@ -13,7 +13,6 @@ from spark_elastic.cli.submission import connect_session, spark_session
 from spark_elastic.diagnostics.examination import Examination, installed_version
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError
 from spark_elastic.spark.java import check_java
-from spark_elastic.wire.ports import valid_ports
 
 EPILOG = """\
 examples:
@@ -61,19 +60,11 @@ def check_build() -> tuple[str, bool]:
 def doctor(argv: Sequence[str]) -> int:
     """Run the command ``doctor`` with the arguments that follow it. Returns the exit code."""
     options = _parser().parse_args(argv)
+    ports = {"driver_port": options.driver_port, "agent_ports": options.agent_ports}
     try:
-        for name, value in (("--driver-port", options.driver_port), ("--agent-ports", options.agent_ports)):
-            if value is not None:
-                valid_ports(name, value)
+        examination = Examination(options.timeout, options.num_proc, options.store, **ports)
     except InvalidSettingsError as error:
         _parser().error(str(error))
-    examination = Examination(
-        options.timeout,
-        num_proc=options.num_proc,
-        store=options.store,
-        driver_port=options.driver_port,
-        agent_ports=options.agent_ports,
-    )
     option, where = ("--remote", options.remote) if options.remote else ("--master", options.master or "this machine")
     session = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
     looking = examination.run(connect_session(where, options.conf) if options.remote else session, where, option)
@@ -100,26 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     session.add_argument("--remote", default=None, metavar="URL", help="a Spark Connect server: sc://host:15002")
     made.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
     made.add_argument("--store", default=None, metavar="URL", help="storage for the data of estimators")
-    made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers of the planned job")
-    made.add_argument(
-        "--driver-port", default=None, metavar="PORTS", help="of the planned job; the doctor's job listens there"
-    )
+    made.add_argument("-np", "--num-proc", type=int, default=None, metavar="N", help="workers of the planned job")
+    listens = "of the planned job; the doctor's job listens there"
+    made.add_argument("--driver-port", default=None, metavar="PORTS", help=listens)
     made.add_argument("--agent-ports", default=None, metavar="PORTS", help="of the planned job, likewise")
     limit = "limit for all checks (default: 120)"
-    made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help=limit)
+    made.add_argument("--timeout", type=float, default=120.0, metavar="S", help=limit)
     made.add_argument("--json", action="store_true", help="print the report as JSON")
     return made
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, not {text}")
-    return count
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 1 to 3600 seconds, not {text}")
-    return seconds

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -23,9 +23,11 @@ from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkE
 from spark_elastic.jobs.run import run_async
 from spark_elastic.membership.reasons import counted
 from spark_elastic.redaction import first_line
+from spark_elastic.settings import whole_number
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.java import check_java
 from spark_elastic.spark.session import checked_cluster
+from spark_elastic.wire.ports import valid_ports
 
 MOST_WORKERS = 32  # workers of the job that is tried if `num_proc` is not given
 SKEW_WARNING_S = 1.0
@@ -37,10 +39,9 @@ _PACKAGES = ("spark-elastic", "torch", "numpy", "cloudpickle", "pyspark", "panda
 
 @dataclass(eq=False)
 class Examination:
-    """One check-up of a driver and its cluster. The settings are those of `doctor`."""
+    """One check-up of a driver and its cluster. The settings are those of `doctor`, and so are the errors."""
 
-    timeout_s: float
-    _: KW_ONLY
+    timeout: float
     num_proc: int | None = None
     store: Any = None
     storage_options: Mapping[str, Any] | None = None
@@ -48,6 +49,14 @@ class Examination:
     agent_ports: int | str | None = None
 
     def __post_init__(self) -> None:
+        if self.num_proc is not None:
+            self.num_proc = whole_number("num_proc", self.num_proc, at_least=1)
+        seconds = self.timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds <= 3600:
+            raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {seconds!r}")
+        for name, value in (("driver_port", self.driver_port), ("agent_ports", self.agent_ports)):
+            if value is not None:
+                valid_ports(name, value)
         self._began = clock.monotonic()
         self._findings: list[Finding] = []
         self._width = 0  # workers of the job that is tried
@@ -84,13 +93,13 @@ class Examination:
         # on a thread: a hanging JVM answers none of the calls that have no timeout
         thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
         thread.start()
-        if not over.wait(self.timeout_s + 2.0):
+        if not over.wait(self.timeout + 2.0):
             if opened.is_set():
-                problem = f"the checkup did not end within {self.timeout_s:.0f} s"
+                problem = f"the checkup did not end within {self.timeout:.0f} s"
                 fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
                 self._findings.append(Finding("deadline", PROBLEM, problem, fix))
             else:
-                problem = f"no session on {where} within {self.timeout_s:.0f} s"
+                problem = f"no session on {where} within {self.timeout:.0f} s"
                 self._without_session(problem, "check that the master answers there; Spark says more on stderr")
         return thread
 
@@ -148,7 +157,7 @@ class Examination:
     def _check_job(self, cluster: Cluster) -> Finding:
         """Run a job of one all-reduce; judge what its workers say about themselves."""
         began = clock.wall()
-        until = self._began + _OF_JOB * self.timeout_s
+        until = self._began + _OF_JOB * self.timeout
         job = run_async(
             look_around,
             num_proc=self._width,
