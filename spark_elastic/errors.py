@@ -41,7 +41,7 @@ class SparkElasticError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # not by the constructor: that of a dataclass takes no message
-        return (copyreg.__newobj__, (type(self), self.message), self.__dict__)
+        return (copyreg.__newobj__, (type(self), self.message), self.__dict__)  # type: ignore[attr-defined]
 
 
 # --- the call needs a change ---------------------------------------------------------------------

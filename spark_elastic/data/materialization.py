@@ -119,7 +119,7 @@ def materialize(
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    tensors = request.resolve(df.schema, is_case_sensitive(df))
+    resolved = request.resolve(df.schema, is_case_sensitive(df))
     settings = request.to_json()
     if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
         raise InvalidSettingsError(
@@ -140,7 +140,7 @@ def materialize(
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _Write(cluster, df, request, tensors, folder, kept, verbose).run()
+                dataset = _Write(cluster, df, request, resolved, folder, kept, verbose).run()
                 _check_settings(dataset, settings, dataset_id)  # another process may have written it meanwhile
             mark_used(folder, kept)
         except OSError as error:

@@ -270,8 +270,9 @@ class BatchReader:
             if self._prefetch:
                 most = _AHEAD_BYTES // (batches * mine * self._row_bytes)
                 depth = max(1, min(_groups_ahead(batches, self._prefetch), most))
-                groups: Iterator[Iterator[Batch]] = Prefetcher(make, depth, ahead.stop)
-                self._running.add(groups)
+                started = Prefetcher(make, depth, ahead.stop)
+                self._running.add(started)
+                groups: Iterator[Iterator[Batch]] = started
             else:
                 groups = make()
             try:

@@ -175,7 +175,7 @@ class StatusModel:
                 "job": self._job,
                 "now": _rounded(wall),
                 "started": _rounded(self._began + to_wall),
-                "ended": _rounded(ended and ended.at + to_wall),
+                "ended": None if ended is None else _rounded(ended.at + to_wall),
                 "phase": status.phase if ended is None else ended.outcome,
                 "reason": "" if ended is None else cut(ended.why.partition("\n")[0], MOST_TEXT),
                 "wait": wait
@@ -258,7 +258,7 @@ def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> 
         "state": worker.state,
         "steps": heard and heard.steps,
         "steps_per_s": _rounded(rate),
-        "heartbeat_age_s": _rounded(heard and now - heard.heard_at),
+        "heartbeat_age_s": None if heard is None else _rounded(now - heard.heard_at),
         "blocked_s": _rounded(worker.blocked_s),
     }
 

@@ -75,7 +75,7 @@ def _signature(model: Any) -> Any:
         ]
         for side in (model.tensors["inputs"], model.tensors["outputs"])
     ]
-    return ModelSignature(*map(Schema, specs))
+    return ModelSignature(Schema(specs[0]), Schema(specs[1]))
 
 
 def _pinned(packages: list[str]) -> list[str]:
