@@ -462,8 +462,7 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    newest: ClassVar[str | None] = None
-    """The message of the newest one since an elastic loop has last called its function."""
+    newest: ClassVar[str | None] = None  # the message of the newest since a loop has last called its function
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)

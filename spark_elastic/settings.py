@@ -21,13 +21,10 @@ from typing import Annotated, Any
 from spark_elastic.errors import InvalidSettingsError
 
 DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"  # the environment variable through which workers get `run(device=...)`
-TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"
-"""The environment variable by which a worker knows the MLflow run that is the driver's, and not its own to end."""
-LONGEST_S = 1e8
-"""Three years. Longer timeouts are refused because no socket and no thread can wait for an infinite time."""
+TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"  # by this environment variable a worker knows the driver's MLflow run
+LONGEST_S = 1e8  # three years: no socket and no thread can wait for an infinite time
 
-Check = Callable[[str, Any], Any]
-"""Takes a setting's name and value. Returns the value in its plain type, or raises InvalidSettingsError."""
+Check = Callable[[str, Any], Any]  # (name, value) -> the value in its plain type, or InvalidSettingsError
 
 # --- declaring settings ---------------------------------------------------------------------------
 
@@ -37,8 +34,7 @@ class Setting:
     """The declaration of a setting: `name: Annotated[type, Setting(...)] = default`, in a subclass of `Settings`."""
 
     doc: str
-    check: Check = lambda _name, value: value
-    """Validates a value that is not None; also None, if the type does not allow it."""
+    check: Check = lambda _name, value: value  # of a value that is not None; of None too if the type does not allow it
     unit: str = ""
     on_command_line: bool = False
     horovod_name: str = ""  # Horovod's name of this argument: accepted by `run` with a warning, and by the command line
@@ -257,8 +253,7 @@ class ElasticSettings:
     stall_timeout_s: float = ScalingSettings.stall_timeout
     reset_limit: int | None = ScalingSettings.reset_limit
     cooldown_range_s: tuple[float, float] | None = ScalingSettings.cooldown_range
-    boot_failure_limit: int = 3
-    """Worker processes in a row that may exit before any worker ever joined; then the job fails."""
+    boot_failure_limit: int = 3  # processes in a row that may exit before any worker ever joined; then the job fails
     crash_limit: int | None = ScalingSettings.crash_limit
 
     @property

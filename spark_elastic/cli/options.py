@@ -141,5 +141,4 @@ _FORMS: dict[str, dict[str, Any]] = {
     "status_port": {"type": _port, "metavar": "N|off"},
     "checkpoint_dir": {"metavar": "DIR"},
     "run_id": {"metavar": "NAME"},
-}
-"""The forms of options that are neither one number of seconds nor one whole number."""
+}  # the forms of options that are neither one number of seconds nor one whole number

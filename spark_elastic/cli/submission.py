@@ -19,8 +19,7 @@ from spark_elastic.task.script import Script
 
 _CONNECT_PORT = 15002
 _ANSWER_S = 5.0
-MAX_BYTES = 16 * 2**20
-"""Source code is smaller than this. Larger files were found by mistake, and would be sent with every launch."""
+MAX_BYTES = 16 * 2**20  # source code is smaller: larger files were found by mistake, and would go with every launch
 
 
 def collect(path: str, args: tuple[str, ...]) -> Script:

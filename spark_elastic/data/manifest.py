@@ -27,8 +27,7 @@ from spark_elastic.errors import DatasetError
 
 # --- JSON documents that contain their checksum, so that a changed one is detected ------------------
 
-CHECKSUM = "checksum"
-"""The field with the CRC-32 of all others, as `json.dumps` writes them with sorted keys and no spaces."""
+CHECKSUM = "checksum"  # the field with the CRC-32 of all others, as `json.dumps` writes them with sorted keys
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
@@ -65,10 +64,8 @@ def _checksum(document: Mapping[str, Any]) -> int:
 # --- the layout of a record -------------------------------------------------------------------------
 
 LAYOUT_VERSION = 1
-_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
-"""numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
-_REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
-"""The part of a record that refers to a value of variable length: its bytes in the shard's sidecar."""
+_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")  # plain types: of other texts np.dtype would make records
+_REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])  # to the bytes of a value in the shard's sidecar
 
 
 class Kind(str, Enum):

@@ -22,16 +22,10 @@ from spark_elastic.errors import InvalidSettingsError, nearest
 if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset
 
-GLOBAL_BYTES = 4 << 30
-"""Datasets up to this size are expected to fit into the page cache of every host, next to everything else there."""
-_GROUP_ROWS = 1 << 14
-"""Rows that are gathered at a time if batches are smaller: several batches then share what one gather costs besides its
-rows, which is a hand-over between threads and some dozen calls."""
-_GROUP_BYTES = 4 << 20
-"""The limit of a group in bytes, so that the rows are still in the processor's cache when they are used."""
-_AHEAD_BYTES = 8 << 20
-"""The most bytes in groups gathered ahead, unless one batch has more: more buffers only evict each other from the
-processor's cache."""
+GLOBAL_BYTES = 4 << 30  # datasets up to this size are expected to fit into the page cache of every host
+_GROUP_ROWS = 1 << 14  # gathered at a time: small batches share a hand-over between threads and some dozen calls
+_GROUP_BYTES = 4 << 20  # the limit of a group: its rows are still in the processor's cache when they are used
+_AHEAD_BYTES = 8 << 20  # of groups gathered ahead, unless a batch has more: others evict them from that cache
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
-SHARD_BYTES = 512 << 20
-"""The default size of a shard: few files keep readers fast, and a file of this size is fetched in seconds."""
+SHARD_BYTES = 512 << 20  # few files keep readers fast, and a file of this size is fetched in seconds
 
 
 @dataclass(frozen=True, slots=True)

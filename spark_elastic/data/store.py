@@ -25,14 +25,11 @@ from urllib.parse import unquote, urlsplit
 from spark_elastic.errors import StoreError
 from spark_elastic.redaction import redacted
 
-_PART = 1 << 20
-"""Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
-_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")
-"""Names of the files into which `write_bytes` writes before it renames them."""
-_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
-"""Names that pyarrow gives to fsspec's filesystem of this machine."""
+_PART = 1 << 20  # read at a time for a checksum: these bytes stay in the processor's cache until they are added up
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")  # files that `write_bytes` has not renamed yet
+_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")  # pyarrow's names of fsspec's LocalFileSystem
+#: Filesystems on which an upload appears whole when it is closed, and a rename would copy the file.
 _OBJECT_STORES = frozenset(("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2"))
-"""Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,12 @@ from spark_elastic.membership.reasons import (
     loss_in_words,
     wait_on_bar,
 )
-from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, WorkerId, World
+from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 from spark_elastic.redaction import redacted
 
 STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
-NO_EXECUTOR = ("driver", "local-")
-"""Prefixes of executor names that stand for no executor: local mode, and plain processes."""
+NO_EXECUTOR = ("driver", "local-")  # prefixes of names that are of no executor: local mode, plain processes
 MOST_NOTICES = 200
 MOST_NAMED = 12  # workers or executors of one change that are named; of the others only their number is told
 WORTH_A_WORD_S = 5.0  # the shortest pause of a slot, executor or host that is reported
@@ -51,8 +50,7 @@ class MembershipChange:
     pause_s: float | None = None
     """Time until the first step after the change, or until the new world was formed if steps are not reported; None:
     not known yet, or no pause."""
-    steps_lost: int | None = None
-    """Applied steps that have to be computed again; None: not known yet, no pause, or the function started again."""
+    steps_lost: int | None = None  # to be computed again; None: not known yet, no pause, or the function started again
     open: bool = False  # the pause is not over
     lasted_s: float | None = None  # the length of a wait that is over
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
@@ -300,7 +298,10 @@ class EventLog:
         newcomers = [member.place for member in new.members if member.worker not in old.workers]
         begin = record.at - (record.pause_s or 0.0)
         if newcomers:
-            opened.append(self._add(begin, "joined", _newcomers(newcomers), "", before=stayed))
+            where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in newcomers]
+            count = "a worker" if len(newcomers) == 1 else f"{len(newcomers)} workers"
+            who = f"{count} on {', '.join(dict.fromkeys(where))}"
+            opened.append(self._add(begin, "joined", who, "", before=stayed))
         if not opened:
             broken = record.change if self._broken is None else self._broken.change
             why = change_in_words(broken) if broken.cause is None else root_loss_in_words(broken.cause)
@@ -329,9 +330,3 @@ def root_loss_in_words(cause: LossCause) -> str:
     # a shell, and Spark, report a signal as 128 + its number
     words = exit_in_words(128 - root.code if 128 < root.code < 160 else root.code)
     return words.removeprefix("was ").partition(" (")[0]
-
-
-def _newcomers(places: Sequence[Place]) -> str:
-    where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in places]
-    count = "a worker" if len(places) == 1 else f"{len(places)} workers"
-    return f"{count} on {', '.join(dict.fromkeys(where))}"

@@ -48,8 +48,7 @@ class WorkerStatus:
     executor: str
     rank: int | None  # its rank in the newest world; None: it is not a member
     state: str  # a name of `membership.states.WorkerState`
-    blocked_s: float | None
-    """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
+    blocked_s: float | None  # its wait for the others in a collective, at its last heartbeat; None: it did not wait
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,7 @@ class Checkpoints:
         self._fence = fence
         self._pause = pause
         self._sound: set[str] = set()  # names of checkpoints whose files were read and had the right checksums
-        self._unreadable: set[str] = set()
-        """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
+        self._unreadable: set[str] = set()  # names of those that the storage did not let be read: they may be intact
 
     def newest_token(self) -> int:
         """Return the largest token among the present checkpoints; 0 if there is none."""
@@ -290,8 +289,7 @@ class CheckpointWriter:
         self._keep = keep
         self._notify = notify
         self._now = now
-        self.fenced: RunTakenError | None = None
-        """Set once another driver has taken over the run; nothing more is written then."""
+        self.fenced: RunTakenError | None = None  # set once another driver has the run: nothing more is written
         self._changed = threading.Condition()
         self._waiting: dict[tuple[str, ...], tuple[int, Callable[[], Contents]]] = {}
         """By the values of which it is the best: the step and the contents. In the order of their submission."""

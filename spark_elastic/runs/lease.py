@@ -44,8 +44,7 @@ from spark_elastic.redaction import redacted
 OWNERS = "owners"
 BEAT_S = 10.0
 LEASE_S = 60.0  # a driver without a heartbeat for this time may be replaced
-WATCH_S = 2.5 * BEAT_S
-"""Shortest time that a lease is watched before it is taken over, because the clocks of two hosts may differ."""
+WATCH_S = 2.5 * BEAT_S  # a lease is watched as long before it is taken over, because the clocks of two hosts may differ
 _POLL_S = 0.5
 _MAX_RIVALS = 8
 _JSON_TYPES = {"float": ("float", "int")}

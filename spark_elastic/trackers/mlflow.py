@@ -29,12 +29,9 @@ _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 _LONGEST_NAME = 250
 _PARENT = "mlflow.parentRunId"
 _MODELS = ("native", "spark")
-_BRIEF = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40",
-}
-"""Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each."""
+#: Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each.
+_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_BRIEF |= {"MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40"}
 
 
 class MLflowCallback(DriverCallback):
@@ -89,8 +86,7 @@ class MLflowCallback(DriverCallback):
         self.log_models = tuple(kinds)
         self.registered_model_name = registered_model_name
         self.log_settings = True
-        self._thread = threading.local()
-        """The fits that run on each thread, the innermost last, and its newest: all events of a fit come on one."""
+        self._thread = threading.local()  # each thread's `fits`, the innermost last, and the `newest`
 
     @property
     def run_id(self) -> str | None:

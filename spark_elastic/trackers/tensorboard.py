@@ -51,8 +51,7 @@ class TensorBoardCallback(DriverCallback):
             )
         self.log_dir = Path(log_dir)
         self.run_name = run_name
-        self._thread = threading.local()
-        """The fits that run on each thread, the innermost last: all events of a fit come on one thread."""
+        self._thread = threading.local()  # each thread's `fits`, the innermost last: all events of a fit come on one
 
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")

@@ -76,8 +76,6 @@ class Permutation:
     """
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
-        if rows < 0:
-            raise ValueError(f"rows must be at least 0, not {rows}")
         self.rows = rows
         self._sorted: Indices | None = None
         if rows <= _SORTED:
@@ -169,8 +167,6 @@ class EpochOrder:
     """
 
     def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
-        if rows < 0:
-            raise ValueError(f"rows must be at least 0, not {rows}")
         self.rows = rows
         self.shuffle = shuffle
         self._half = max(1, ((max(rows - 1, 1)).bit_length() + 1) // 2)

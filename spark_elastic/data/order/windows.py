@@ -17,12 +17,9 @@ _CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of wha
 _OPEN_BYTES = 1 << 30
 """Bytes of the open windows of all streams: 4096 chunks. With sorted data the rows of a batch of n vary like
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, which the ranks share."""
-_STREAMS = 128
-"""Several for each worker, so that workers whose number does not divide it still have nearly equal shares."""
-_MANY_ROWS = 1 << 23
-"""From here on there are twice as many streams: with fewer rows they would be so short that computing them is slow."""
-_PLANNED = 1 << 19
-"""Rows whose places in the streams are computed at a time. A resume pays for one such block: some ms and 4 MB."""
+_STREAMS = 128  # several for each worker: their shares are nearly equal whatever their number
+_MANY_ROWS = 1 << 23  # from here on there are twice as many streams: shorter ones are slow to compute
+_PLANNED = 1 << 19  # rows whose places are computed at a time. A resume pays for one such block: some ms and 4 MB
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -175,8 +172,14 @@ class WindowedShuffle:
             window = self._windows.get(stream)
             if window is None or window.number != number:
                 window = self._windows[stream] = self._window(stream, number, start, stop)
-            positions = window.order[np.arange(at - start, until - start)]
-            out[at - index : until - index] = self._rows_in_window(window, positions)
+            places = window.order[np.arange(at - start, until - start)] + window.first
+            if window.chunks is None:
+                places = self._rows_in_sequence(places)
+            else:
+                touched = places // self.settings.chunk_rows
+                places -= touched * self.settings.chunk_rows
+                places += window.chunks[touched]
+            out[at - index : until - index] = places
             at = until
 
     def _window(self, stream: int, number: int, start: int, stop: int) -> _Window:
@@ -191,15 +194,6 @@ class WindowedShuffle:
         chunk = self.settings.chunk_rows
         touched = np.arange(first // chunk, -(-last // chunk))
         return _Window(number, order, first % chunk, self._chunks[touched] * chunk)
-
-    def _rows_in_window(self, window: _Window, positions: Indices) -> Indices:
-        places = positions + window.first
-        if window.chunks is None:
-            return self._rows_in_sequence(places)
-        touched = places // self.settings.chunk_rows
-        places -= touched * self.settings.chunk_rows
-        places += window.chunks[touched]
-        return places
 
     def _rows_in_sequence(self, places: Indices) -> Indices:
         """Return the numbers of the rows at these places of the shuffled sequence of chunks."""
