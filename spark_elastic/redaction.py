@@ -42,9 +42,11 @@ _ASSIGNED = re.compile(
 def redacted(text: object) -> str:
     """Return a text with `***` in place of the credentials in its addresses, queries and connection strings."""
     text = _USERINFO.sub(_without_user, str(text))
-    text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
-    text = _QUERY.sub(rf"\g<name>{MARK}", text)
-    return _ASSIGNED.sub(rf"\g<name>{MARK}", text)
+    if "=" in text or ":" in text or "--" in text:
+        text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
+        text = _QUERY.sub(rf"\g<name>{MARK}", text)
+        text = _ASSIGNED.sub(rf"\g<name>{MARK}", text)
+    return text
 
 
 def _without_user(found: re.Match[str]) -> str:

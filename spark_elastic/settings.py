@@ -100,11 +100,7 @@ def meant_device(value: object) -> str | None:
 
 
 def whole_number(name: str, value: Any, at_least: int) -> int:
-    """Return `value` as an int.
-
-    Raises:
-        InvalidSettingsError: The value is not a whole number (True and 2.0 are not either), or is too small.
-    """
+    """Return `value` as an int. Raise InvalidSettingsError if it is no whole number (True, 2.0), or too small."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -238,10 +234,7 @@ class ScalingSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
-    """`ScalingSettings` with the numbers of workers resolved, as the driver and the membership machine read them.
-
-    The fields have the names of the settings; those in seconds end in `_s`.
-    """
+    """`ScalingSettings` with resolved numbers, as the driver and the machine read them. Seconds end in `_s`."""
 
     num_proc: int  # workers that the first world waits for
     min_num_proc: int

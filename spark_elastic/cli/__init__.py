@@ -54,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(options: argparse.Namespace, *, run: Callable[..., Any], open_session: Callable[..., Any]) -> int:
-    """Run the script that the command line names, and print errors on stderr. Returns the exit code.
-
-    `run` is `spark_elastic.run`, and `open_session` is `spark_session`.
-    """
+    """Run the script by `run` in a session of `open_session`; print errors on stderr. Returns the exit code."""
     try:
         _run(options, run, open_session)
         return FINISHED

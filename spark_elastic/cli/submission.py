@@ -84,12 +84,7 @@ def _local_files(folder: Path, module: str) -> Iterator[Path]:
 
 @contextmanager
 def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
-    """Open a session of Spark Connect for the time of the block.
-
-    Raises:
-        UsageError: if the URL is none of Spark Connect, or no server answers there.
-        MissingExtraError: if packages for Spark Connect are missing.
-    """
+    """Open a session of Spark Connect for the block. Raise UsageError if the URL is wrong or no server answers."""
     try:
         from pyspark.sql import SparkSession
     except ImportError:

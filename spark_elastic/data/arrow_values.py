@@ -42,10 +42,7 @@ class RowsRefused(Exception):
     def at(
         cls, rows: npt.NDArray[Any], first_row: int, column: str, found: str, expected: str, **more: Any
     ) -> RowsRefused:
-        """Return the exception for one `Fault`; `more` are its other attributes.
-
-        `rows` are indices into a batch whose first row is row `first_row` of the partition; an index may be repeated.
-        """
+        """Return the exception for one `Fault`. `rows` are indices into a batch, which may be repeated."""
         distinct = np.unique(rows)
         return cls(Fault(column, len(distinct), first_row + int(distinct[0]), found, expected, **more))
 
@@ -185,10 +182,7 @@ def _owners(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def _vectors(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """Return the values of a vector column: structs (type, size, indices, values).
-
-    Dense vectors are of type 1, and have neither size nor indices.
-    """
+    """Return the values of structs (type, size, indices, values); dense ones, of type 1, have no size and indices."""
     import pyarrow.compute as pc
 
     kinds, sizes, indices, values = array.flatten()

@@ -103,10 +103,7 @@ def mark_used(folder: Store, keep: bool) -> None:
 
 
 def may_be_lost(folder: Store) -> bool:
-    """Return whether the files may have other contents than were written, although their sizes are right.
-
-    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote it.
-    """
+    """Return whether a crash may have changed files that another process wrote and did not sync to the disk."""
     return folder.is_local and folder.address not in _temporary and not folder.exists("keep")
 
 

@@ -195,10 +195,7 @@ class Request:
         }
 
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
-        """Return the tensors with the types of their columns, see `find_column`.
-
-        Raise DataError if a column is missing, there more than once, or of a type that cannot be stored.
-        """
+        """Return the tensors. Raise DataError if a column is missing, ambiguous, or of a type that cannot be stored."""
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
         if isinstance(self.validation, str):
             check_validation(schema, self.validation, case_sensitive=case_sensitive)
@@ -286,10 +283,7 @@ def _column(name: str, spark_type: Any) -> Column:
 
 
 def cast_of(spark_type: Any) -> str | None:
-    """Return the type that Spark has to cast a column to before it sends it to Python; None: no cast.
-
-    Decimals become doubles, because Arrow would send them as decimals.
-    """
+    """Return the type to which Spark casts a column for Python: double for decimals. None: no cast is needed."""
     if spark_type.typeName() == "decimal":
         return "double"
     if spark_type.typeName() == "array" and (inner := cast_of(spark_type.elementType)) is not None:

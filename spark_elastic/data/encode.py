@@ -34,10 +34,7 @@ class Encoder:
         self._inner: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def encode(self, batch: Any) -> Block:
-        """Encode a pyarrow `RecordBatch` of at least one row. The block is valid until the next call.
-
-        Raise RowsRefused if the batch has values that cannot be stored.
-        """
+        """Encode a `RecordBatch` of one row or more, or raise RowsRefused. The block is valid until the next call."""
         faults: list[Fault] = []
         found: dict[tuple[str, str], Values | SparseValues] = {}
         first_row, self.rows = self.rows, self.rows + batch.num_rows
@@ -201,10 +198,7 @@ def _checked(
     first_row: int,
     width: int = 1,
 ) -> npt.NDArray[Any]:
-    """Convert values to the tensor's dtype. Raise RowsRefused for a value that it cannot represent or is not finite.
-
-    `rows` is the row of each value; None: each row has `width` values.
-    """
+    """Convert values to the tensor's dtype, or raise RowsRefused. `rows`: of each value; None: `width` values a row."""
     dtype = np.dtype(tensor.dtype)
     if _is_lossless(flat.dtype, dtype):
         return flat.astype(dtype, copy=False)

@@ -95,10 +95,7 @@ class SplitFiles:
         return ReadAhead(self._source, self.numbering.rows, self._part_rows)
 
     def checked(self, timeout_s: float | None) -> bool:
-        """Wait for the comparison with the checksums, see `LocalCheck.result`.
-
-        The cache compares remote files when they arrive, so this returns True for them at once.
-        """
+        """Return `LocalCheck.result`; True for remote files, which the cache compares when they arrive."""
         return self._check is None or self._check.result(timeout_s)
 
     def close(self) -> None:
@@ -107,10 +104,7 @@ class SplitFiles:
 
 
 def least_cache_bytes(manifest: Manifest, split: str, rows_at_once: int | None) -> int:
-    """Return the most bytes of the shards of a split that are read at the same time.
-
-    A shuffle (`rows_at_once` is None) reads all of them; rows in the order of the files are in a few neighbours.
-    """
+    """Return the most bytes of shards read at a time: all in a shuffle (None), else those of a few neighbours."""
     shards = manifest.splits[split]
     sizes = [disk_bytes(shard.nbytes) + disk_bytes(shard.sidecar_nbytes) for shard in shards]
     if rows_at_once is None:
@@ -203,10 +197,7 @@ class LocalCheck:
         self._thread.start()
 
     def result(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the comparison for at most `timeout_s` seconds, and return whether it was reached.
-
-        Raise DatasetError if a file differs from what was written.
-        """
+        """Wait up to `timeout_s`, and return whether the end was reached. Raise DatasetError for a changed file."""
         with contextlib.suppress(TimeoutError):
             self._done.result(timeout_s)
             return True

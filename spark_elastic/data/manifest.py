@@ -37,10 +37,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """Decode a document of `seal`, and return it without its checksum.
-
-    Raise ValueError if it is not JSON, not an object, or not what was written.
-    """
+    """Decode a document of `seal`, without its checksum. Raise ValueError if it is not what was written."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -272,10 +269,7 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: bytes) -> Manifest:
-        """Decode a manifest.
-
-        Raise ValueError, with the wrong field's name, if it is no manifest, incomplete, changed, or of another version.
-        """
+        """Decode a manifest. Raise ValueError, with the wrong field, if it is changed or of another version."""
         document = unseal(text)
         if document.get("format") != FORMAT:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")

@@ -34,9 +34,7 @@ from spark_elastic.spark.failures import has_lost_its_order, reason_of
 from spark_elastic.spark.session import cluster_of
 
 _log = logging.getLogger(__name__)
-WRITES = (
-    4  # most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks
-)
+WRITES = 4  # attempts at most if executors are lost with shuffled rows of no fixed order; as many as of Spark's tasks
 _TASKS_A_SLOT = 64  # with more partitions than this for each slot, several partitions make a task
 _JOINED = 64  # of these at most, so that tasks stay small enough to be repeated
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept

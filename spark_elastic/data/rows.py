@@ -146,10 +146,7 @@ class Sidecars:
         self._url = url
 
     def values(self, field: TensorField, references: npt.NDArray[Any], shards: Indices) -> Any:
-        """Return a batch's values: a list for fields of variable length, an array [rows, *shape] for sparse fields.
-
-        Raise DatasetError if a reference, or a sparse value's index, is out of range.
-        """
+        """Return a list of values, or of sparse fields an array [rows, *shape]. Raise DatasetError if damaged."""
         starts, lengths = references["start"].astype(np.int64), references["length"].astype(np.int64)
         if bool(((starts < 0) | (lengths < 0) | (starts + lengths > self.files.nbytes[shards])).any()):
             raise DatasetError(

@@ -352,10 +352,7 @@ def make_folder(folder: Path, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk.
-
-    Without this, a power cut may lose the name of a file whose contents are on the disk.
-    """
+    """Wait until the names in a folder are on the disk: a power cut may lose that of a file which is there."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -382,10 +379,7 @@ def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]
 
 
 def own_temporary_folder(kind: str, remedy: str) -> Path:
-    """Return this user's folder of a kind ("data", "cache") among the host's temporary files.
-
-    Raise StoreError, with the remedy, if another user made a folder of that name: its contents cannot be trusted.
-    """
+    """Return this user's temporary folder of a kind ("data", "cache"). Raise StoreError if it is another user's."""
     folder = Path(tempfile.gettempdir()) / f"spark_elastic-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -25,10 +25,7 @@ RECEIPT_SCHEMA = "receipt string"
 
 
 def validation_rows(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
-    """Return which of `rows` rows of a partition, from `first_row` on, belong to the split "validation".
-
-    A function of the rows' places, so that a repeated task decides alike.
-    """
+    """Return which rows of a partition, from `first_row` on, are for validation: the same if a task is repeated."""
     most = np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
     return hashes(seeded_key(seed, partition), first_row, first_row + rows) < most
 
@@ -71,10 +68,7 @@ class WriteTask:
     durable: bool = False  # files survive a power cut
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Write the batches of a partition, and return one row with the receipt.
-
-        Rows that cannot be stored are reported in it, not raised: Spark would repeat the task with the same result.
-        """
+        """Return a row with the receipt, also if rows cannot be stored: Spark would repeat a task that raises."""
         import pyarrow
         from pyspark import TaskContext
 

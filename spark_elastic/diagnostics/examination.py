@@ -64,11 +64,10 @@ class Examination:
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
 
-    def run(self, session: AbstractContextManager[Any], where: str = "", option: str = "") -> threading.Thread:
-        """Examine what `session` yields within the time limit; return the thread, which may be closing it.
-
-        `where` names the master or server, and `option` the one that it was given with.
-        """
+    def run(
+        self, session: AbstractContextManager[Any], where: str = "this machine", option: str = ""
+    ) -> threading.Thread:
+        """Examine what `session`, the one at `where`, yields in time; return the thread, which may be closing it."""
         opened, over = threading.Event(), threading.Event()
 
         def examine() -> None:
@@ -269,10 +268,7 @@ def judge_versions(python: str, packages: Mapping[str, str], reports: Sequence[M
 
 
 def judge_clocks(clocks: Mapping[str, float], began: float, ended: float) -> Finding:
-    """Compare the clocks of workers after an all-reduce with one another, and with the time that it can have been.
-
-    All times are seconds since the epoch; `began` and `ended` are the driver's, before and after the job.
-    """
+    """Compare the clocks of workers after an all-reduce with one another, and with the begin and end of the job."""
     middle = sorted(clocks.values())[len(clocks) // 2]
     # workers tell their time just after the all-reduce, so all of them at nearly the same moment
     off = {name: max(abs(at - middle), began - at, at - ended, 0.0) for name, at in clocks.items()}

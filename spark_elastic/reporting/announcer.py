@@ -119,10 +119,7 @@ class Announcer:
         return bool(self._paused) or self._announced < len(self._log.changes)
 
     def print_changes(self, now: float, last: bool = False) -> float | None:
-        """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
-
-        Returns when to call again; None: no need to.
-        """
+        """Print the changes that are explained, all if `last`. Return when to call again; None: no need to."""
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:
             self._paused.remove(index)

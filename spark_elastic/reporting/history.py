@@ -100,19 +100,7 @@ class History(Sequence[Row]):
 
 
 def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
-    """Plot the loss and the metrics of a training over its epochs, with the number of workers.
-
-    Args:
-        history: a row for each epoch.
-        events: the rows of `event_rows`.
-        path: a file to write the plot to as well; None: no file.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
-    """
+    """Plot a training, also to the file `path`; return a Figure. Raise MissingExtraError without matplotlib."""
     columns = dict.fromkeys(name for row in history for name in row if name not in FACTS)
     rows = sum(row.get("rows", 0) for row in history)
     title = f"{counted(len(history), 'epoch')}, {rows:,} rows; {_losses_in_words(events)}"

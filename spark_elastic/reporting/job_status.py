@@ -77,10 +77,7 @@ class _Heartbeats:
 
 
 class StatusModel:
-    """Collects what a job's status page shows and its timeline does not hold.
-
-    All times are of the process's monotonic clock.
-    """
+    """Collects what a job's status page shows and its timeline does not hold. Times are of the monotonic clock."""
 
     def __init__(self, job: str, settings: ElasticSettings, now: float) -> None:
         self._lock = threading.Lock()
@@ -159,10 +156,7 @@ class StatusModel:
         now: float,
         wall: float,
     ) -> Document:
-        """Return the document of this moment, made of values that JSON can express.
-
-        It has all workers that are not gone, and the job's changes. `wall` is the moment `now` in seconds since 1970.
-        """
+        """Return this moment's document, of values that JSON can express. `wall` is `now` in seconds since 1970."""
         with self._lock:
             to_wall = wall - now
             settings, ended, wait = self._settings, self._ended, self._wait

@@ -40,10 +40,7 @@ class View:
 
 
 class ProgressModel:
-    """Holds what a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
-
-    All times are of a clock that does not go back.
-    """
+    """What a progress bar shows: the driver's thread updates it, another one reads it. Times are monotonic."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

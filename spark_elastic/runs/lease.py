@@ -74,10 +74,7 @@ class ProcessIdentity:
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
     def is_dead(self, seen_from: ProcessIdentity) -> bool:
-        """Return whether this process is known to have ended; only its own machine can know.
-
-        /proc may hide processes of other users (hidepid, containers): a process that cannot be seen counts as alive.
-        """
+        """Return whether its own machine sees that the process has ended; hidden processes count as alive."""
         if self.machine != seen_from.machine:
             return False
         try:
@@ -181,10 +178,7 @@ class RunLease:
 
     @contextmanager
     def on_taken(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """Call `callback(reason)` once if another driver takes over the run while the block runs.
-
-        The block then ends with `RunTakenError`, which replaces any other error.
-        """
+        """Call `callback(reason)` if another driver takes the run in the block, which ends with `RunTakenError`."""
         with self._lock:
             self._on_taken = callback
             lost = self._lost
@@ -278,10 +272,7 @@ def acquire(
     monotonic: Callable[[], float] = clock.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Owner:
-    """Take the run as soon as it is free, or its owner has sent no heartbeat for `LEASE_S`.
-
-    Raises `RunTakenError` if another driver holds the run, or takes it at the same time.
-    """
+    """Take the run once it is free, or its owner was silent for `LEASE_S`. Raise `RunTakenError` if a driver has it."""
     me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
 

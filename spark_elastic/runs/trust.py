@@ -84,10 +84,7 @@ def _components(url: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SafeFrom:
-    """The oldest version of a package whose restricted loader cannot be made to run code.
-
-    Older versions, and newer ones that are `flawed`, have these known vulnerabilities, `flaws`.
-    """
+    """The oldest version whose restricted loader runs no code. Older and `flawed` ones have the `flaws`."""
 
     package: str
     version: tuple[int, ...]

@@ -30,8 +30,11 @@ _LONGEST_NAME = 250
 _PARENT = "mlflow.parentRunId"
 _MODELS = ("native", "spark")
 #: Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each.
-_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-_BRIEF |= {"MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40"}
+_BRIEF = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40",
+}
 
 
 class MLflowCallback(DriverCallback):

@@ -70,10 +70,7 @@ def derived_key(*parts: int) -> int:
 
 
 class Permutation:
-    """A bijection of range(rows), a function of (rows, key) alone.
-
-    Permutations of one thread may share a `scratch` of shape (3, BLOCK).
-    """
+    """A bijection of range(rows), made of `key`. Those of one thread may share a `scratch` of shape (3, BLOCK)."""
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
         self.rows = rows

@@ -25,10 +25,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WindowSettings:
-    """How the windowed shuffle divides a dataset; the same on every rank and for a whole training.
-
-    Checkpoints contain the fields, so their names stay.
-    """
+    """How the shuffle divides a dataset, on all ranks, for a whole training. Checkpoints hold these names."""
 
     lanes: int  # the number of streams
     chunk_rows: int  # neighbouring rows that are read together
