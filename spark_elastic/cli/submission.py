@@ -26,10 +26,8 @@ def collect(path: str, args: tuple[str, ...]) -> Script:
     """Read the script and all modules in its folder that it imports, directly or through one another.
 
     Modules are found by the names in import statements. A module that is imported in another way has to be installed
-    on the workers, or sent with Spark's own ``--py-files``.
-
-    Raises:
-        UsageError: if the script cannot be read or is not Python, or its modules are larger than any source code.
+    on the workers, or sent with Spark's own ``--py-files``. Raise UsageError if the script cannot be read or is not
+    Python, or its modules are larger than any source code.
     """
     script = Path(path).absolute()
     try:
@@ -110,14 +108,10 @@ def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
 def spark_session(
     name: str, master: str | None, conf: Sequence[tuple[str, str]], *, slots: int | None = None, quiet: bool = True
 ) -> Iterator[Any]:
-    """Open a SparkSession for the time of the block.
+    """Open a SparkSession for the block. Raise UsageError without pyspark, and JavaNotFoundError without Java.
 
     Under spark-submit, its own master, name and settings come before these. Without a master it is ``local[*]``, with
     at least `slots` task slots. `quiet`: show only errors of Spark's log.
-
-    Raises:
-        UsageError: if pyspark is not installed.
-        JavaNotFoundError: if there is no Java.
     """
     try:
         from pyspark.sql import SparkSession

@@ -207,10 +207,9 @@ class Request:
     def _tensor(self, name: str, columns: Sequence[Column]) -> Tensor:
         first = columns[0]
         asked = self.dtypes.get(name)
+        natural = np.result_type(*(np.dtype(column.dtype) for column in columns))
         try:
-            dtype = (
-                np.result_type(*(np.dtype(column.dtype) for column in columns)) if asked is None else np.dtype(asked)
-            )
+            dtype = natural if asked is None else np.dtype(asked)
         except TypeError:
             raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
         if dtype.kind not in "biuf" or dtype.itemsize > 8:

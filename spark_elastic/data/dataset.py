@@ -138,12 +138,8 @@ def pack(
         found, block = _block(split, values, sparse)
         layout = layout or found
         if found != layout:
-            pairs = zip(layout.fields, found.fields, strict=False)
-            others = [
-                f"{a.name}: {a.dtype}{list(a.shape)}, not {b.name}: {b.dtype}{list(b.shape)}"
-                for a, b in pairs
-                if a != b
-            ]
+            pairs = [(a, b) for a, b in zip(layout.fields, found.fields, strict=False) if a != b]
+            others = [f"{a.name}: {a.dtype}{list(a.shape)}, not {b.name}: {b.dtype}{list(b.shape)}" for a, b in pairs]
             count = f"{len(layout.fields)} and {len(found.fields)} tensors"
             raise DataError(f"validation has other tensors than train: {'; '.join(others) or count}")
         made: list[Shard] = []

@@ -124,10 +124,6 @@ class Layout:
         names, offsets = [field.name for field in self.fields], [field.offset for field in self.fields]
         return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.stride})
 
-    @property
-    def has_sidecar(self) -> bool:
-        return any(field.kind is not Kind.DENSE for field in self.fields)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "version": LAYOUT_VERSION,

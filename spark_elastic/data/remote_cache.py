@@ -87,11 +87,8 @@ class ShardCache:
     def fetch(self, file: _CachedFile, parts: Iterator[bytes], stopping: threading.Event) -> int | None:
         """Write the parts of a file into the cache, and return its descriptor as `hold` does.
 
-        None: another process fetches it or has just done so, or `stopping` was set.
-
-        Raises:
-            DatasetError: The file has another checksum.
-            StoreError: There is no room.
+        None: another process fetches it or has just done so, or `stopping` was set. Raise DatasetError if the checksum
+        is another one, and StoreError if there is no room.
         """
         unfinished = file.path.with_suffix(".partial")
         try:
@@ -254,11 +251,8 @@ class CachedSplit:
     """One split of a remote dataset in the cache; a `Source` of its rows, and of its sidecars if `sidecars`.
 
     `rows` and `sidecar_values` may be read where the rows were requested and waited for. `least` is the most bytes that
-    a reader needs at the same time.
-
-    Raises:
-        InvalidSettingsError: `cache_bytes` is less than `least`.
-        StoreError: The disk has less room than `least`, or the cache's folder cannot be used.
+    a reader needs at the same time. Raise InvalidSettingsError if `cache_bytes` is less, and StoreError if the disk has
+    less room or the cache's folder cannot be used.
     """
 
     preload_always = False  # with order "lanes", the first windows need not wait for all shards

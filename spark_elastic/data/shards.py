@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.manifest import Layout, Shard
+from spark_elastic.data.manifest import Kind, Layout, Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
 SHARD_BYTES = 512 << 20  # few files keep readers fast, and a file of this size is fetched in seconds
@@ -117,7 +117,8 @@ class ShardWriter:
         if self._records is None:
             name = f"{self._stem}-{len(self._done):03d}"
             self._records = _File(self._store, f"{name}.rows", self._durable)
-            self._sidecar = _File(self._store, f"{name}.side", self._durable) if self._layout.has_sidecar else None
+            if any(field.kind is not Kind.DENSE for field in self._layout.fields):
+                self._sidecar = _File(self._store, f"{name}.side", self._durable)
         if self._sidecar is not None:
             # not copy(): it would leave what the memory held before in the gaps between fields
             records = np.zeros(len(part), part.records.dtype)

@@ -19,10 +19,8 @@ def ensure_shared(store: Store, cluster: Cluster) -> None:
     """Check that the executors and the driver see each other's files, with a short job once per application and store.
 
     The driver writes a token, each task reads it and writes its own file, and the driver looks for these files. The job
-    has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
-
-    Raises:
-        StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
+    has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out. Raise StoreError
+    if hosts do not see the driver's file, or the driver does not see theirs.
     """
     about = (cluster.application, store.address)
     if about in _shared:

@@ -47,5 +47,5 @@ def doctor(
     from spark_elastic.diagnostics.examination import Examination
 
     examination = Examination(timeout, num_proc, store, storage_options, driver_port, agent_ports)
-    examination.run(contextlib.nullcontext(spark))
+    examination.run(contextlib.nullcontext(spark), "this machine", "the session")
     return examination.report()

@@ -64,9 +64,7 @@ class Examination:
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
 
-    def run(
-        self, session: AbstractContextManager[Any], where: str = "this machine", option: str = ""
-    ) -> threading.Thread:
+    def run(self, session: AbstractContextManager[Any], where: str, option: str) -> threading.Thread:
         """Examine what `session`, the one at `where`, yields in time; return the thread, which may be closing it."""
         opened, over = threading.Event(), threading.Event()
 
