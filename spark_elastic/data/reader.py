@@ -270,6 +270,7 @@ class BatchReader:
             else:
                 groups = make()
             try:
+                self._refuse_closed()  # `close` may have run just before it could know of these groups
                 for group in groups:
                     self._files.checked(0)
                     for batch in group:
