@@ -68,14 +68,13 @@ def _signature(model: Any) -> Any:
 
     if model.tensors is None:
         return None
-    specs = [
-        [
-            TensorSpec(np.dtype(each["dtype"]), (-1, *each["shape"]), each["name"] if len(side) > 1 else None)
-            for each in side
-        ]
-        for side in (model.tensors["inputs"], model.tensors["outputs"])
-    ]
-    return ModelSignature(Schema(specs[0]), Schema(specs[1]))
+
+    def schema(side: list[dict[str, Any]]) -> Any:
+        names = [each["name"] for each in side] if len(side) > 1 else [None]
+        shapes = [(np.dtype(each["dtype"]), (-1, *each["shape"])) for each in side]
+        return Schema([TensorSpec(*shape, name) for shape, name in zip(shapes, names, strict=True)])
+
+    return ModelSignature(schema(model.tensors["inputs"]), schema(model.tensors["outputs"]))
 
 
 def _pinned(packages: list[str]) -> list[str]:
