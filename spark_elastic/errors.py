@@ -241,6 +241,11 @@ class NotEnoughSlotsError(JobError):
         return message + (f". {self.detail}" if self.detail else "")
 
 
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class LaunchError(JobError):
     """The driver cannot launch any slot: each launch failed twice before it left the driver."""
@@ -264,8 +269,8 @@ class ResetLimitError(JobError):
 
     def words(self) -> str:
         return (
-            f"rebuild number {self.resets} of the world would be needed and reset_limit is {self.limit} (last: "
-            f"{self.last_reason}); raise reset_limit, or look into why workers are lost"
+            f"the world would have to be rebuilt for the {_ordinal(self.resets)} time and reset_limit is {self.limit} "
+            f"(last: {self.last_reason}); raise reset_limit, or look into why workers are lost"
         )
 
 
