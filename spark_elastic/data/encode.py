@@ -110,13 +110,12 @@ class Encoder:
             kind = tensor.kind
             shape: tuple[int, ...] = ()
             if kind in (None, Kind.DENSE, Kind.SPARSE):
-                widths = [self._width(tensor, column) for column in tensor.columns]
                 only = tensor.columns[0]
                 if len(names) == 1 and (only.source != "scalar" or not tensor.stacked):
                     place = (tensor.name, only.name)
                     shape = () if only.source == "scalar" else (self._lengths[place], *self._inner.get(place, ()))
                 else:
-                    shape = (sum(widths),)
+                    shape = (sum(self._width(tensor, column) for column in tensor.columns),)
                 if kind is None:
                     first, kind = found[tensor.name, only.name], Kind.DENSE
                     if isinstance(first, SparseValues) and first.size > SPARSE_FROM:

@@ -228,9 +228,6 @@ def installed_packages() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-# --- judgements ---------------------------------------------------------------------------------------
-
-
 def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
     """Judge the packages of the driver."""
     facts = {"python": python, "packages": dict(packages)}

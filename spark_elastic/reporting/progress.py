@@ -159,9 +159,6 @@ class ProgressModel:
             return plain_line(view)
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
 def right_of_bar(view: View, width: int) -> str:
     """Return the text to the right of the bar: the most important parts that fit into `width` characters."""
     if view.waiting:
