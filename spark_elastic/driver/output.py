@@ -21,7 +21,7 @@ from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.progress import ProgressModel, wrapped
-from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
+from spark_elastic.reporting.screens import Screen, screen_for
 
 # --- files (run(output_dir=...)) -----------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class OutputPrinter:
         self._targets = {"stdout": stdout, "stderr": stderr}
         self._progress = progress
         self._copy = copy
-        self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
+        self._screen: Screen = Screen() if progress is None else screen_for(stderr)
         self._queue: queue.Queue[Line | None] = queue.Queue()
         self._bytes = 0
         self._lock = threading.Lock()  # for `_bytes`, those of the queue, and `_dropped`
@@ -252,7 +252,7 @@ class OutputPrinter:
                 self._screen.show(view)
         except Exception as error:  # whatever is wrong with the bar, lines must still be printed
             self._report_failure("the bar", error)
-            self._screen = PlainScreen()
+            self._screen = Screen()
 
     def _write(self, lines: list[Line]) -> None:
         rest = iter(lines)
@@ -260,7 +260,7 @@ class OutputPrinter:
             self._screen.lines(lambda: self._write_lines(rest))
         except Exception as error:
             self._report_failure("the bar", error)
-            self._screen = PlainScreen()
+            self._screen = Screen()
             self._write_lines(rest)
 
     def _write_lines(self, lines: Iterator[Line]) -> None:

@@ -50,7 +50,7 @@ def _show_progress(context: Any, tag: str, title: str, over: threading.Event) ->
             now = clock.monotonic()
             done, total = _tasks(context, tag)
             rate = done / (now - began) if done else None
-            view = View(title, done, total, "tasks", {}, 0, rate, now - began)
+            view = View(title, done, total, "tasks", {}, 0, rate)
             if screen.live:
                 screen.show(view)
             elif now >= next_line and total:
