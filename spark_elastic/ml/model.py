@@ -192,10 +192,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         fitted = self._facts_of_fit()
         if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
-        sides: dict[str, list[tuple[str, Any]]] = {
-            "inputs": [(field.name, field) for field in fitted.inputs],
-            "outputs": [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)],
-        }
+        outputs = [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)]
+        sides: dict[str, Any] = {"inputs": [(each.name, each) for each in fitted.inputs], "outputs": outputs}
         return {
             side: [{"name": name, "dtype": each.dtype, "shape": list(each.shape)} for name, each in named]
             for side, named in sides.items()
@@ -238,7 +236,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                     f"the DataFrame has a column {present[same(column.name)]!r} already; give the output "
                     f"another name ({setting}), or drop the column first"
                 )
-        nullable = self._handle_invalid() == "keep"
+        nullable = self.getOrDefault("handle_invalid") == "keep"
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
@@ -259,7 +257,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
-            handle_invalid=self._handle_invalid(),
+            handle_invalid=self.getOrDefault("handle_invalid"),
             taken=fitted.taken,
         )
         if cluster.has_arrow_udfs():
@@ -277,18 +275,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     # --- settings and model together --------------------------------------------------------------
 
-    def _native_model(self) -> Any:
-        if self._native is None:
-            raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no {self._native_name}; call fit "
-                "or load first"
-            )
-        return self._native
-
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:
             raise InvalidSettingsError(
-                f"this {type(self).__name__} was not returned by fit, so it has no model and no history"
+                f"this {type(self).__name__} was not made by fit or load, and has no {self._native_name} and no "
+                "history; call fit or load first"
             )
         return self._fitted
 
@@ -331,29 +322,26 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             for index, (name, shape) in enumerate(zip(names, outputs[: len(names)], strict=True))
         ]
         rule = self._rule(outputs[0])
-        prediction = self.getOrDefault("prediction_col")
-        if prediction and rule is not None:
-            added.append(AddedColumn(prediction, "prediction", 0, rule, OutputShape("<f8", ())))
-        elif prediction and self.isSet("prediction_col"):
-            raise InvalidSettingsError(self._no_rule(outputs[0], "prediction_col"))
-        for made in ("probability", "raw_prediction"):
+        classes = outputs[0].shape if rule in BY_CLASS else (2,)
+        for made, shape in (("prediction", ()), ("probability", classes), ("raw_prediction", classes)):
             setting = f"{made}_col"
-            name = self.getOrDefault(setting)
-            if not name:
+            if not (name := self.getOrDefault(setting)):
                 continue
-            if rule is None or rule == "value":
-                raise InvalidSettingsError(self._no_rule(outputs[0], setting))
-            classes = outputs[0].shape if rule in BY_CLASS else (2,)
-            added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", classes), as_vector=True))
+            vector = made != "prediction"
+            if rule is not None and not (vector and rule == "value"):
+                added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", shape), as_vector=vector))
+            elif self.isSet(setting):  # prediction_col has a default
+                raise InvalidSettingsError(
+                    f"{setting} is set, but it is not known how to make one of an output of shape "
+                    f"{list(outputs[0].shape)}; set prediction to 'argmax', 'argmax_probability', 'binary_logit' or "
+                    "'binary_probability'"
+                )
         if not added:
             raise InvalidSettingsError(
                 "transform has nothing to add: output_cols is [], and there is no prediction_col, probability_col or "
                 "raw_prediction_col"
             )
         return tuple(added)
-
-    def _handle_invalid(self) -> str:
-        return self.getOrDefault("handle_invalid") or "error"  # None must not drop rows
 
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")
@@ -365,12 +353,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                 f"{list(output.shape)}"
             )
         return str(chosen)
-
-    def _no_rule(self, output: OutputShape, setting: str) -> str:
-        return (
-            f"{setting} is set, but it is not known how to make one of an output of shape {list(output.shape)}; set "
-            "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
-        )
 
     def _shipped(self, cluster: Cluster) -> tuple[str, Sent]:
         """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
@@ -390,9 +372,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                 ) from error
             self._shipments[about] = (uuid.uuid4().hex, shipped)
         return self._shipments[about]
-
-    def _facts(self) -> dict[str, Any]:
-        return self._facts_of_fit().to_json()
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         self._fitted = Fitted.from_json(facts)

@@ -21,8 +21,8 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
@@ -58,6 +58,21 @@ class Codec(Protocol):
         """Return a pickle, which needs trust."""
 
 
+class SavedParts(NamedTuple):
+    """What a stage saves in addition to its settings.
+
+    Attributes:
+        facts: Plain values for JSON.
+        objects: Values that need the framework's loader or a pickle.
+        running: Names of what in `files` runs code when it is loaded.
+    """
+
+    facts: Mapping[str, Any] = {}
+    files: Mapping[str, bytes] = {}
+    objects: Mapping[str, Any] = {}
+    running: Sequence[str] = ()
+
+
 class Savable(MLWritable, MLReadable[Any]):
     """Mixin of Params that are saved in this way."""
 
@@ -68,29 +83,17 @@ class Savable(MLWritable, MLReadable[Any]):
     def _codec(cls) -> Codec:
         raise NotImplementedError
 
-    def _facts(self) -> dict[str, Any]:
-        """Return facts to save in addition to settings, as plain values for JSON."""
-        return {}
-
-    def _files(self) -> dict[str, bytes]:
-        """Return files to save in addition to settings."""
-        return {}
-
-    def _objects(self) -> dict[str, Any]:
-        """Return objects to save in addition to settings, which need the framework's loader or a pickle."""
-        return {}
-
-    def _running(self) -> list[str]:
-        """Return the names of files in `_files` that run code when they are loaded."""
-        return []
+    def _parts(self) -> SavedParts:
+        """Return what to save in addition to settings."""
+        return SavedParts()
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of `_objects` that this process has already, so that their files are not read."""
+        """Return those of the saved objects that this process has already, so that their files are not read."""
         return {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
-        """Take what `_facts`, `_files` and `_objects` returned. Called by the loader once the settings are set."""
+        """Take what `_parts` returned. Called by the loader once the settings are set."""
 
     def write(self) -> ElasticWriter:
         return ElasticWriter(self)
@@ -131,19 +134,19 @@ class ElasticWriter(MLWriter):
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
         plain, objects, left_out = plain_and_objects(self.instance)
-        beside = self.instance._objects()
-        objects.update(beside)
+        parts = self.instance._parts()
+        objects.update(parts.objects)
         stored, files = _encode(objects, self.instance._saved_together, self.instance._codec())
-        warn_of_trust(self.instance, stored, path)
-        files.update(self.instance._files())
+        warn_of_trust(self.instance, stored, parts.running, path)
+        files.update(parts.files)
         target.write(_DATA, files)
         about = {
             "format": FORMAT,
             "stored": stored,
-            "objects": sorted(beside),
+            "objects": sorted(parts.objects),
             "files": sorted(files),
             "checksums": {name: zlib.crc32(content) for name, content in files.items()},
-            "facts": self.instance._facts(),
+            "facts": parts.facts,
             "left_out": left_out,
         }
         # Last: without metadata the rest is not taken for a saved stage.
@@ -281,10 +284,10 @@ def _survives_json(value: Any) -> bool:
         return False
 
 
-def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
+def warn_of_trust(instance: Any, stored: Mapping[str, str], running: Sequence[str], path: str) -> None:
     """Warn at once that loading will need trust; otherwise another person finds out later."""
     pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
-    if running := [*pickled, *instance._running()]:
+    if needing := [*pickled, *running]:
         log.warning(
             "loading %s from %s will need trust, because of %s: code of your own, which only a pickle can hold. Load "
             "it with load(path, trusted=True); CrossValidatorModel.load, PipelineModel.load and the like within `with "
@@ -292,7 +295,7 @@ def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
             "optimizers need no trust",
             type(instance).__name__,
             path,
-            ", ".join(running),
+            ", ".join(needing),
             TRUST_VARIABLE,
         )
 

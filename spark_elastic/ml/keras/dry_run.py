@@ -18,7 +18,6 @@ from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
 from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
-from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
@@ -105,13 +104,12 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     signature = [tuple(ready.feeder.specs), tf.TensorSpec([2 + shares.terms], tf.float64)]
     traced = tf.function(losses, input_signature=signature, autograph=False)
 
-    def parts_of(count: int) -> list[BatchPart]:
-        edges = split_evenly(rows, count)
-        return [BatchPart(tuple(tf.constant(each[a:b]) for each in arrays), b - a) for a, b in edges]
+    def parts_of(count: int) -> list[tuple[Any, ...]]:
+        return [tuple(tf.constant(each[a:b]) for each in arrays) for a, b in split_evenly(rows, count)]
 
-    def mean(parts: Sequence[BatchPart], totals: Sequence[float]) -> Any:
+    def mean(parts: Sequence[Any], totals: Sequence[float]) -> Any:
         """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
-        return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
+        return sum(traced(*part_arguments(part, rows, totals)).numpy() * len(part[0]) / rows for part in parts)
 
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     with user_code("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
-from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
+from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
     complete_losses,
@@ -130,32 +130,23 @@ class KerasEngine(Engine):
     def use_threads(self, count: int) -> None:
         """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
-    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        return self._feeder.batches(batches)
-
-    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+    def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
+        parts, uncounted = self._feeder.parts(batch), []
+        if self._size > 1:
+            # Every worker makes the same number of passes, some with a row that does not count: layers may have a
+            # state that each pass changes, and synchronised layers have collectives.
+            passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
+            uncounted = [self._feeder.first_row] * (passes - len(parts))
+        # two positive numbers below 2**31, which every type of seed can hold
+        key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
+        of_step = tf.constant([key & 0x3FFFFFFF, key >> 34, int(stop)], tf.int64)
         with lost_peers_translated():
-            totals = self._totals(batch)
-            # two positive numbers below 2**31, which every type of seed can hold
-            key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
+            totals = self._totals(parts)
             self._stepping = True
-            halves = [key & 0x3FFFFFFF, key >> 34]
-            uncounted = self._uncounted(batch)
-            numbers = self._graphs.step(batch, totals, halves, stop, uncounted).numpy()
+            numbers = self._graphs.step(parts, uncounted, batch.global_rows, totals, of_step).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
-
-    def _uncounted(self, batch: KerasBatch) -> list[BatchPart]:
-        """Return the first row once for each pass for which this worker has no rows, but other workers have.
-
-        Every worker makes the same number of passes: layers may have a state that each of them changes, and
-        synchronised layers have collectives.
-        """
-        if self._size == 1:
-            return []
-        passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
-        return [self._feeder.first_row] * (passes - len(batch.parts))
 
     def undo_step(self) -> None:
         """Undo a step whose collective failed; it will be repeated."""
@@ -163,20 +154,21 @@ class KerasEngine(Engine):
             self._stepping = False
             self._graphs.undo_step()
 
-    def _totals(self, batch: KerasBatch) -> list[float]:
+    def _totals(self, parts: Sequence[Any]) -> list[float]:
         """Return the denominators of the losses in the whole batch; those that are counted are reduced."""
-        return self._graphs.totals(batch.parts, lambda own: allreduce_(own, op=Sum))
+        return self._graphs.totals(parts, lambda own: allreduce_(own, op=Sum))
 
-    def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
+    def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
         rows = 0
         returned = np.zeros(len(self.metrics.returned["val_"]))
         for batch in batches:
-            totals = self._totals(batch)
-            for part in batch.parts:
+            parts = self._feeder.parts(batch)
+            totals = self._totals(parts)
+            for part in parts:
                 with self.callbacks.test_batch(batch.start // batch.global_rows):
                     returned += self._graphs.evaluate(*part_arguments(part, batch.global_rows, totals)).numpy()
-                rows += part.rows
+            rows += batch.rows
         return np.concatenate([self._graphs.read().numpy(), returned, [float(rows)]]), []
 
     def share_buffers(self) -> None:

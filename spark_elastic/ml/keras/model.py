@@ -14,7 +14,7 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.persistence import Codec, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.runs.trust import TRUST, is_trusted
 
@@ -44,7 +44,8 @@ class ElasticKerasModel(ElasticModel):
     @property
     def keras_model(self) -> Any:
         """The trained Keras model, not compiled. Not a copy."""
-        return self._native_model()
+        self._facts_of_fit()  # raises if there is none
+        return self._native
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, custom_objects: Mapping[str, Any] | None = None) -> _T:
@@ -80,23 +81,19 @@ class ElasticKerasModel(ElasticModel):
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
-    def _facts(self) -> dict[str, Any]:
-        return {**super()._facts(), _OBJECTS: self._custom_names()}
+    def _parts(self) -> SavedParts:
+        from spark_elastic.ml.keras.serialization import architecture, custom_names, custom_objects_of, model_to_archive
 
-    def _files(self) -> dict[str, bytes]:
-        from spark_elastic.ml.keras.serialization import model_to_archive
-
-        return {_ARCHIVE: model_to_archive(self.keras_model)}
-
-    def _objects(self) -> dict[str, Any]:
-        from spark_elastic.ml.keras.serialization import custom_objects_of
-
+        model = self.keras_model
+        names = custom_names(model, architecture(model))
         # the code of Lambda layers is in the archive itself
-        names = [name for name in self._custom_names() if name != LAMBDA]
-        return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
-
-    def _running(self) -> list[str]:
-        return ["Lambda layers"] if LAMBDA in self._custom_names() else []
+        own = [name for name in names if name != LAMBDA]
+        return SavedParts(
+            {**self._facts_of_fit().to_json(), _OBJECTS: names},
+            {_ARCHIVE: model_to_archive(model)},
+            {_OBJECTS: custom_objects_of(model, own, self._custom_objects)} if own else {},
+            ["Lambda layers"] if LAMBDA in names else [],
+        )
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,11 +119,6 @@ class ElasticKerasModel(ElasticModel):
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
         self._custom_objects = given
-
-    def _custom_names(self) -> list[str]:
-        from spark_elastic.ml.keras.serialization import architecture, custom_names
-
-        return custom_names(self.keras_model, architecture(self.keras_model))
 
 
 def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:

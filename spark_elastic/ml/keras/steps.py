@@ -18,7 +18,7 @@ import torch
 from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
+from spark_elastic.ml.keras.feeding import BatchFeeder
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
@@ -215,31 +215,22 @@ class StepGraphs:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+    def totals(self, parts: Iterable[Any], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return each loss's denominator in the whole batch; `reduce` adds up float64 [losses] over all workers."""
         if not self._shares.counted:
             return [1.0] * self._shares.terms
-        own = sum((self._count(part.tensors).numpy() for part in parts), np.zeros(self._shares.terms))
+        own = sum((self._count(part).numpy() for part in parts), np.zeros(self._shares.terms))
         return list(reduce(torch.from_numpy(own)).tolist())
 
     def step(
-        self, batch: KerasBatch, totals: Sequence[float], key: Sequence[int], stop: bool, uncounted: Sequence[BatchPart]
+        self, parts: Sequence[Any], uncounted: Sequence[Any], global_rows: int, totals: Sequence[float], of_step: Any
     ) -> Any:
-        """Reduce the gradients of all parts of a batch and apply them. If it raises, `undo_step` undoes it.
+        """Reduce the gradients of a batch and apply them. If it raises, `undo_step` undoes it.
 
-        Args:
-            batch: this worker's share of the batch.
-            totals: the denominators of the losses in the whole batch.
-            key: the seed of the step, two numbers.
-            stop: this worker asks to stop.
-            uncounted: passes made only so that layers run equally often on all workers; they change neither gradients
-                nor metrics.
-
-        Returns:
-            A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
+        `parts` are this worker's tensors of a batch of `global_rows`, `uncounted` those of passes made only so that
+        layers run equally often on all workers. Returns the sums of `KerasMetricAccumulator` over all workers, float64,
+        and then how many of them ask to stop.
         """
-        parts, global_rows = batch.parts, batch.global_rows
-        of_step = tf.constant([*key, int(stop)], tf.int64)
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)
         self._begin(of_step)
@@ -249,11 +240,11 @@ class StepGraphs:
             summed = of_part if summed is None else self._add(summed, of_part)
         with without_rows():
             for part in uncounted:
-                self._uncounted(part.tensors, tf.constant([0.0, 0.0, *totals], tf.float64))
+                self._uncounted(part, tf.constant([0.0, 0.0, *totals], tf.float64))
         if summed is None:  # no rows
             summed = [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
         grads, returned = summed
-        rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
+        rows = tf.constant(float(sum(len(part[0]) for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 
     def undo_step(self) -> None:
@@ -275,9 +266,10 @@ def _check_unchanged(model: Any, graph: Any) -> None:
         )
 
 
-def part_arguments(part: BatchPart, global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:
-    """Return the arguments of a graph for some rows of a batch; see `StepGraphs.totals`."""
-    return part.tensors, tf.constant([part.rows, part.rows / global_rows, *totals], tf.float64)
+def part_arguments(part: Sequence[Any], global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:
+    """Return the arguments of a graph for the tensors of some rows of a batch; see `StepGraphs.totals`."""
+    rows = len(part[0])
+    return part, tf.constant([rows, rows / global_rows, *totals], tf.float64)
 
 
 def buffers_of(model: Any) -> list[Any]:

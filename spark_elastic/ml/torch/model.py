@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.persistence import Codec, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.lightning import prediction_call
@@ -35,8 +35,8 @@ class ElasticTorchModel(ElasticModel):
     @property
     def module(self) -> torch.nn.Module:
         """The trained module, on the CPU, in eval mode. Not a copy."""
-        found: torch.nn.Module = self._native_model()
-        return found
+        self._facts_of_fit()  # raises if there is none
+        return self._native  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, module: torch.nn.Module | None = None) -> _T:
@@ -68,11 +68,9 @@ class ElasticTorchModel(ElasticModel):
     def _batch_size(self) -> int:
         return _CPU_BATCH_SIZE if self.getOrDefault("transform_device").startswith("cpu") else super()._batch_size()
 
-    def _files(self) -> dict[str, bytes]:
-        return {_WEIGHTS: serialization.weights_to_bytes(self.module)}
-
-    def _objects(self) -> dict[str, Any]:
-        return {_ARCHITECTURE: serialization.hollow(self.module)}
+    def _parts(self) -> SavedParts:
+        files = {_WEIGHTS: serialization.weights_to_bytes(self.module)}
+        return SavedParts(self._facts_of_fit().to_json(), files, {_ARCHITECTURE: serialization.hollow(self.module)})
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,9 +95,7 @@ class CallbackEvent(IntEnum):
 class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
-    A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
-    has the attributes `start` and `stop` of the reader's batch. `best` is a copy of the model for the weights of the
-    best epoch; None: no callback restores them.
+    `best` is a copy of the model for the weights of the best epoch; None: no callback restores them.
     """
 
     updating: bool = False
@@ -129,15 +127,11 @@ class Engine(ABC):
     @abstractmethod
     def use_threads(self, count: int) -> None: ...
 
-    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
-        return batches
-
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
 
     @abstractmethod
-    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+    def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         """Do the forward and backward passes, the reduction, and the optimizer's step.
 
         A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
@@ -158,10 +152,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
+    def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
         """Measure this worker's rows of batches that all workers measure. The sums are a new vector."""
 
-    def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+    def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         """Measure the rows of all workers; return their sums added to `before`, and their metric states."""
         sums, pieces = self.measure(batches)
         global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()

@@ -22,7 +22,7 @@ from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
-from spark_elastic.data.reader import BatchReader
+from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import elastic_loop
@@ -208,16 +208,15 @@ class Trainer:
             state.at = replace(state.at, began=clock.wall())
         self.engine.begin_steps()
         reader = self._reader("train")
-        batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)
         # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
         # read-ahead threads would never end.
-        with closing(self.engine.feed(batches)) as fed:
-            for batch in fed:
+        with closing(reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)) as batches:
+            for batch in batches:
                 self._step(batch, last=batch.stop >= reader.rows)
                 if state.at.phase is not TrainingPhase.TRAIN:
                     return
 
-    def _step(self, batch: Any, last: bool) -> None:
+    def _step(self, batch: Batch, last: bool) -> None:
         state, at, view = self.state, self.state.at, self.view
         if self._on_batch_begin:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
@@ -271,18 +270,17 @@ class Trainer:
                 callback.on_validation_begin(self.view)
         self.engine.begin_validation(state.at)
         reader = self._reader("validation")
-        batches = reader.epoch(0, state.at.val_position, batch_size=self._batch_size)
-        with closing(self.engine.feed(batches)) as fed:
+        with closing(reader.epoch(0, state.at.val_position, batch_size=self._batch_size)) as batches:
             while state.at.phase is TrainingPhase.VALIDATE:
-                self._validate_turn(fed, reader.rows)
+                self._validate_turn(batches, reader.rows)
 
-    def _validate_turn(self, fed: Generator[Any], rows: int) -> None:
+    def _validate_turn(self, epoch: Generator[Batch], rows: int) -> None:
         state, at = self.state, self.state.at
         position = at.val_position
 
-        def batches() -> Generator[Any]:
+        def batches() -> Generator[Batch]:
             nonlocal position
-            for batch in itertools.islice(fed, VALIDATION_TURN_BATCHES):
+            for batch in itertools.islice(epoch, VALIDATION_TURN_BATCHES):
                 yield batch
                 position = batch.stop
 
