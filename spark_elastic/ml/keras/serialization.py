@@ -205,12 +205,18 @@ def custom_names(value: Any, config: Any) -> list[str]:
                 f"the function {name} has the name of one of Keras's, which the model would get instead of it; give it "
                 "another name"
             )
-    if used := _globals_of_lambdas(config):
-        raise NotPicklableError(
-            f"a lambda in {getattr(value, 'name', type(value).__name__)} uses {', '.join(used)}, and Keras keeps of a "
-            "lambda its code alone, without what its module has under these names; give a function with a name (def)"
-        )
-    return [name for name in _names_in(config) if not is_builtin(name)]
+    for node in _mappings_in(config):
+        if node.get("class_name") == "__lambda__":
+            kept = node["config"]
+            code = marshal.loads(base64.b64decode(kept["code"] if "code" in kept else kept["value"][0]))
+            if used := dict.fromkeys(_globals_of(code)):
+                raise NotPicklableError(
+                    f"a lambda in {getattr(value, 'name', type(value).__name__)} uses {', '.join(used)}, and Keras "
+                    "keeps of a lambda its code alone, without what its module has under these names; give a function "
+                    "with a name (def)"
+                )
+    names = filter(None, map(_name, _mappings_in(config)))
+    return [name for name in dict.fromkeys(names) if not is_builtin(name)]
 
 
 def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -272,42 +278,26 @@ def check_config(value: Any, error: type[Exception]) -> None:
         raise error(f"{name}.get_config() leaves out arguments of {name}.__init__; it has to return all of them")
 
 
-def _names_in(config: Any) -> list[str]:
-    """Return all names in a configuration that may be a user's; Keras does not record the module of a function."""
-    found: dict[str, None] = {}
-    stack = [config]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (list, tuple)):
-            stack += reversed(node)
-        elif isinstance(node, Mapping):
-            if (name := _name(node)) is not None:
-                found[name] = None
-            stack += reversed(list(node.values()))
-    return list(found)
+def _mappings_in(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all mappings in a configuration, each before those in it."""
+    if isinstance(config, Mapping):
+        yield config
+        config = list(config.values())
+    for each in config if isinstance(config, (list, tuple)) else ():
+        yield from _mappings_in(each)
 
 
-def _globals_of_lambdas(config: Any) -> list[str]:
-    """Return the names that lambdas in a configuration have from their modules."""
-    found: dict[str, None] = {}
-    stack = [config]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, CodeType):
-            loads = [each.argval for each in dis.get_instructions(node) if each.opname == "LOAD_GLOBAL"]
-            found |= dict.fromkeys(name for name in loads if not hasattr(builtins, name))
-            stack += node.co_consts
-        elif isinstance(node, (list, tuple)):
-            stack += node
-        elif isinstance(node, Mapping):
-            if node.get("class_name") == "__lambda__":
-                kept = node["config"]
-                stack.append(marshal.loads(base64.b64decode(kept["code"] if "code" in kept else kept["value"][0])))
-            stack += node.values()
-    return list(found)
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function, and those defined in it, have from their module."""
+    loads = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    yield from (name for name in loads if not hasattr(builtins, name))
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _globals_of(each)
 
 
 def _name(node: Mapping[str, Any]) -> str | None:
+    """Return the name in a node that may be a user's; Keras does not record the module of a function."""
     kind = node.get("class_name")
     if not isinstance(kind, str) or "config" not in node:
         return None
