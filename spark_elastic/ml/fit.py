@@ -19,11 +19,7 @@ from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.errors import (
-    DataError,
-    InvalidSettingsError,
-    StateLostError,
-)
+from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import preparation
@@ -33,7 +29,6 @@ from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
 from spark_elastic.ml.results import WorkerResults
 from spark_elastic.ml.run_folder import (
-    check_room,
     described,
     digest,
     durable_run,
@@ -277,7 +272,7 @@ class FitRun(ABC, Generic[T, M]):
         Raises:
             RunTakenError: Another driver has the run.
             CheckpointError: The checkpoints are damaged, or of another training.
-            StoreError: The folder cannot be used, or has no room for the model and the checkpoints.
+            StoreError: The folder cannot be used.
             DataError, InvalidSettingsError: The step failed.
         """
         self.prepare_model()
@@ -288,7 +283,6 @@ class FitRun(ABC, Generic[T, M]):
             self.training = replace(self.training, **self._tried.settings)
             if self.given("prediction") == "auto" and self.given("prediction_col"):
                 warn_of_no_prediction(self._tried)
-        check_room(self.store, self.training.model_nbytes, self.training)
 
     def _base_store(self) -> Store:
         return Store.create(self.given("store"), self.given("storage_options"))
@@ -381,17 +375,6 @@ class FitRun(ABC, Generic[T, M]):
             given += autologging_callbacks(given)
         return CallbackSession(given)
 
-    def _driver_run(self) -> DriverRun:
-        """Return this fit as callbacks on the driver see it."""
-        settings = self._settings
-        return DriverRun(
-            name=type(settings).__name__,
-            settings=describe_settings({param.name: settings.getOrDefault(param) for param in settings.params}),
-            epochs=self.given("epochs"),
-            run_id=self.given("run_id"),
-            resumed=self.resume_from is not None,
-        )
-
     # --- step 4: train ----------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -402,7 +385,14 @@ class FitRun(ABC, Generic[T, M]):
             LossNotFiniteError, RunTakenError: As of `WorkerResults.check`.
         """
         session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
-        self._exits.enter_context(session.fit(self._driver_run()))
+        run = DriverRun(
+            name=type(self._settings).__name__,
+            settings=describe_settings({param.name: self.given(param.name) for param in self._settings.params}),
+            epochs=self.given("epochs"),
+            run_id=self.given("run_id"),
+            resumed=self.resume_from is not None,
+        )
+        self._exits.enter_context(session.fit(run))
         with self._timed("train"):
             results = None
             while results is None:

@@ -53,11 +53,22 @@ def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
     return [given.index(name) if name in given else next(others) for name in names]
 
 
-def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Sequence[str]]) -> None:
-    """Raise InvalidSettingsError if two inputs or outputs in a dict could be exchanged: nothing says which is which.
+def check_columns(
+    setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]], structure: Any
+) -> None:
+    """Raise InvalidSettingsError if columns may belong to other inputs or outputs than those they are given to.
 
-    `ends` is "inputs" or "outputs"; `structure` are the symbolic ones, `columns` those of each in the order of names.
+    Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
+    else would notice that two are exchanged. `ends` is "inputs" or "outputs"; `names` are in order, None if not known;
+    `columns` are those of each; `structure` is the dict of the symbolic ones, if they are in one.
     """
+    for name, given in zip(names or (), columns, strict=False):
+        if len(given) == 1 and given[0] != name and given[0] in (names or ()):
+            raise InvalidSettingsError(
+                f"{setting} gives the column {given[0]!r} to {name!r}: the model's {ends} are, in order, "
+                f"{', '.join(map(str, names or ()))} (those of a dict are ordered by name). List the columns in this "
+                "order; if the column is meant for it, rename the column"
+            )
     if not isinstance(structure, Mapping):
         return
     pairs = zip(sorted(structure), columns, strict=False)
@@ -75,31 +86,15 @@ def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Seque
                 )
 
 
-def check_order(setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]]) -> None:
-    """Raise InvalidSettingsError if a column has the name of another input or output than the one it is given to.
-
-    Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
-    else would notice that two are exchanged. `names` are in order, None if not known; `columns` are those of each.
-    """
-    for name, given in zip(names or (), columns, strict=False):
-        if len(given) == 1 and given[0] != name and given[0] in (names or ()):
-            raise InvalidSettingsError(
-                f"{setting} gives the column {given[0]!r} to {name!r}: the model's {ends} are, in order, "
-                f"{', '.join(map(str, names or ()))} (those of a dict are ordered by name). List the columns in this "
-                "order; if the column is meant for it, rename the column"
-            )
-
-
 def output_names(model: Any) -> list[str] | None:
     """Return the names of the outputs, the keys of dicts of losses; None if the model has none before it is called."""
     struct = getattr(model, "_outputs_struct", None)
     if isinstance(struct, dict):
         return sorted(struct)
-    names = getattr(model, "output_names", None)
-    if names is None:
-        outputs = getattr(model, "outputs", None)
-        return None if outputs is None else [str(each._keras_history[0].name) for each in outputs]
-    return [str(name) for name in names]
+    if (names := getattr(model, "output_names", None)) is not None:
+        return [str(name) for name in names]
+    outputs = getattr(model, "outputs", None)
+    return None if outputs is None else [str(each._keras_history[0].name) for each in outputs]
 
 
 def check_kept(model: Any, at: int, name: str, values: Any) -> None:
@@ -316,11 +311,6 @@ def label_dtype(loss: Any) -> str | None:
     """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown."""
     known = loss_kind(loss)
     return None if known is None else INTEGER if known.labels == "class" else FLOAT
-
-
-def name_of(loss: Any) -> str:
-    """Return the name of a loss for an error message."""
-    return str(loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", repr(loss)))
 
 
 def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str | None, Any]]:

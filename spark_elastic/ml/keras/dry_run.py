@@ -16,7 +16,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
+from spark_elastic.ml.keras.compiling import check_columns, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
@@ -53,9 +53,9 @@ def dry_run(
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
     labels = [field.columns for field in training.dataset.layout.fields if field.name.startswith("label_")]
-    check_order("label_cols", "outputs", [name for name, _ in of_outputs], labels)
-    if training.transformation_fn is None and len(labels) == len(names or ()):
-        check_named("label_cols", "outputs", getattr(ready.model, "_outputs_struct", None), labels)
+    alike = training.transformation_fn is None and len(labels) == len(names or ())
+    structure = getattr(ready.model, "_outputs_struct", None) if alike else None
+    check_columns("label_cols", "outputs", [name for name, _ in of_outputs], labels, structure)
     common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )

@@ -37,10 +37,6 @@ class KerasPickle:
         prefer_backend()
         return pickle.loads(self._file)
 
-    def __len__(self) -> int:
-        """Return the number of bytes."""
-        return len(self._file)
-
 
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
     """Return a pickle that any Python process with the same packages can load; `compiled`: models stay compiled."""

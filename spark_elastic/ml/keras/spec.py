@@ -50,7 +50,3 @@ class KerasTraining(Training):
     optimizer_values: Sequence[Any] | None = None
     callbacks: KerasPickle | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def model_nbytes(self) -> int:
-        return len(self.model)  # with its weights

@@ -70,10 +70,6 @@ class TorchTraining(Training):
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard
             object.__setattr__(self, "sync_batch_norm", False)
 
-    @property
-    def model_nbytes(self) -> int:
-        return sum(each.nbytes for each in self.model.state_dict().values() if isinstance(each, torch.Tensor))
-
 
 def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the given optimizer, or the one that a given class or function makes of the model's parameters.

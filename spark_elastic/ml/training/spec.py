@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,7 +40,7 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Training(ABC):
+class Training:
     """The settings of one training; each framework adds its own. Pickled as a whole.
 
     Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight". Fields that are not explained
@@ -93,11 +92,6 @@ class Training(ABC):
     def validates(self) -> bool:
         """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
-
-    @property
-    @abstractmethod
-    def model_nbytes(self) -> int:
-        """About the size of the trained model's file, in bytes."""
 
     def plan_callbacks(self) -> list[Callback]:
         """Return the callbacks that carry out the checkpoint plan."""
