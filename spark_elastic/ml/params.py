@@ -21,8 +21,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pyspark.ml.param import Param, Params
@@ -250,9 +249,16 @@ class DeclaredParam(Param[Any]):
         super().__init__(Params._dummy(), "", doc, self._convert)
         self._convert_given = convert
         self.default = default
+        self.accessors: tuple[Any, ...] = ()
+        """Getter and setter, if the class has them."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        words, about = name.title().replace("_", ""), f"`{name}`: {self.doc}"
+        docs = {"get": about, "set": f"Set {about}\n\nReturns:\n    The object itself."}
+        for function, (verb, doc) in zip(self.accessors, docs.items(), strict=False):
+            function.__name__ = function.__qualname__ = f"{verb}{words}"
+            function.__doc__ = doc
 
     def _convert(self, value: Any) -> Any:
         return None if value is None and self.default is None else self._convert_given(self.name, value)
@@ -263,44 +269,18 @@ def setting(doc: str, convert: Converter, default: Any = None) -> Any:
     return DeclaredParam(doc, convert, default)
 
 
-class _Accessor:
-    """A method of a setting, whose name is that of the attribute that it is assigned to."""
-
-    def __init__(self, declared: Any, function: Callable[..., Any], doc: str) -> None:
-        self._declared, self._function, self._doc = declared, function, doc
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        function: Any = self._function
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = self._doc.format(f"`{self._declared.name}`: {self._declared.doc}")
-
-    def _method(self, instance: Any) -> Any:
-        return self._function if instance is None else MethodType(self._function, instance)
-
-
-class Getter(_Accessor, Generic[T]):
-    """The method `getBatchSize()` of the setting `batch_size`."""
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
-        return self._method(instance)  # type: ignore[no-any-return]
-
-
-class Setter(_Accessor, Generic[T]):
-    """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
-
-    def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
-        return self._method(instance)  # type: ignore[no-any-return]
-
-
-def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
+def accessors(declared: Param[T]) -> tuple[Callable[[Any], T], Callable[[S, T], S]]:
     """Return getter and setter of a setting, in the names that pyspark's users expect: `getBatchSize, setBatchSize`."""
 
-    def set_(instance: Any, value: Any) -> Any:
-        instance.set(instance.getParam(declared.name), value)
-        return instance
+    def get(self: Any) -> Any:
+        return self.getOrDefault(declared.name)
 
-    getter: Getter[T] = Getter(declared, lambda instance: instance.getOrDefault(declared.name), "{}")
-    return getter, Setter(declared, set_, "Set {}\n\nReturns:\n    The object itself.")
+    def set_(self: Any, value: Any) -> Any:
+        self.set(self.getParam(declared.name), value)
+        return self
+
+    declared.accessors = get, set_  # type: ignore[attr-defined]
+    return get, set_
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

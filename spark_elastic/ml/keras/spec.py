@@ -14,7 +14,7 @@ MODEL_FILE = "model.weights.npz"
 
 
 def global_config() -> dict[str, Any]:
-    """Return the global settings of Keras that layers, losses and initializers depend on, for `adopt`."""
+    """Return the global settings of Keras that layers, losses and initializers depend on."""
     import keras
 
     return {
@@ -23,14 +23,6 @@ def global_config() -> dict[str, Any]:
         "image_data_format": keras.config.image_data_format(),
         "dtype_policy": keras.config.dtype_policy().name,
     }
-
-
-def adopt(config: Mapping[str, Any]) -> None:
-    """Give this process the global settings of Keras of another one."""
-    import keras
-
-    for name, value in config.items():
-        getattr(keras.config, f"set_{name}")(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

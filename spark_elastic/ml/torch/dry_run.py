@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.engine import objective_of
+from spark_elastic.ml.params import as_list
+from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
@@ -80,7 +80,7 @@ def dry_run(
     try:
         batch = first_rows(copied, common.ROWS)
         result, found = _step(copied, batch)
-        first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
+        first = next(iter(as_list(training.loss)), None)
         with common.returned_model(type(copied.model).__name__):
             returned = trained_copy(training.model, weights_to_bytes(copied.model)).eval()
         predictor = TorchPredictor(returned, "cpu")
@@ -276,7 +276,7 @@ def _warn_of_buffers_by_rows(
 def _check_loss_parameters(training: TorchTraining) -> None:
     """Raise InvalidSettingsError if a loss has parameters of its own, which no optimizer would change."""
     trained = {id(param) for param in training.model.parameters()}
-    for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+    for loss in as_list(training.loss):
         own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
         names = [name for name, param in own if param.requires_grad and id(param) not in trained]
         if names:

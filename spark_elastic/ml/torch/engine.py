@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
@@ -15,8 +16,8 @@ from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.params import as_list
 from spark_elastic.ml.preparation import LABEL, WEIGHT
-from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, StepPosition, TorchBatch
@@ -49,7 +50,10 @@ class TorchEngine(Engine):
         best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
         model = training.model.to(self._device)
         if training.sync_batch_norm:
-            synchronise(model)
+            SyncBatchNorm.convert_sync_batchnorm(model)
+            for layer in model.modules():
+                if isinstance(layer, SyncBatchNorm):
+                    layer.single_value_is_normalised = True  # by running statistics, as in `single_row_norm`
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
         self._hooks = GradientHooks(model)
@@ -273,6 +277,29 @@ class TorchEngine(Engine):
         self.optimizer.detach()  # the model may be trained again in this process
 
 
+@contextmanager
+def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
+    """Let batch normalisation use its running statistics for one value per channel, without updating them.
+
+    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and several
+    rows in another, and the training must not fail in either.
+    """
+
+    def choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        norm.training = args[0].numel() > args[0].shape[1]
+
+    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
+    handles = [each.register_forward_pre_hook(choose_mode) for each in norms if each.running_mean is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in norms:
+            each.training = True
+
+
 def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: float | None) -> None:
     """Bound the norm of all gradients together, then each of their values, in place; a sparse gradient's by entries."""
     clipped = []
@@ -322,7 +349,7 @@ def _set_hooks(param: Any, of_gradient: Any, of_param: Any) -> None:
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
     """Build the losses of a training; move their tensors, such as class weights, to the device, if one is given."""
     if device is not None:
-        for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+        for loss in as_list(training.loss):
             if isinstance(loss, torch.nn.Module):
                 loss.to(device)
     names = {field.name for field in training.dataset.layout.fields}

@@ -13,8 +13,7 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.exact.shards import VirtualWorkers, align_tensor
 from spark_elastic.exact.sums import rows_of, tree_sum
-from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.engine import TorchEngine
+from spark_elastic.ml.torch.engine import TorchEngine, single_row_norm
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces

@@ -144,9 +144,8 @@ def loads(file: bytes) -> Any:
         raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
 
 
-def pickled(value: Any) -> bytes:
-    """Return a pickle of the value; loading it needs trust."""
-    return pickling.dumps(value)
+pickled = pickling.dumps
+"""Return a pickle of a value; loading it needs trust."""
 
 
 def _accepted(path: str) -> Any:

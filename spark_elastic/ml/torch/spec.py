@@ -19,17 +19,11 @@ MODEL_FILE = "model.pt"
 
 
 def global_config() -> dict[str, Any]:
-    """Return the global settings of torch that a model's results depend on, for `adopt`."""
+    """Return the global settings of torch that a model's results depend on."""
     return {
         "default_dtype": torch.get_default_dtype(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def adopt(config: Mapping[str, Any]) -> None:
-    """Give this process the global settings of torch of another one."""
-    for name, value in config.items():
-        getattr(torch, f"set_{name}")(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 import spark_elastic.torch as hvd
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
-from spark_elastic.ml.torch.spec import TorchTraining, adopt
+from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.saving import CallbackStates
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
@@ -22,7 +24,8 @@ def train(training: TorchTraining) -> TrainingResult:
     `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with the data,
     and `CheckpointError` if `resume_from` cannot be used.
     """
-    adopt(training.config)
+    for name, value in training.config.items():
+        getattr(torch, f"set_{name}")(value)
     hvd.init()
     return assemble(training).run()
 
