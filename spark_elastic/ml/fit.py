@@ -160,11 +160,7 @@ class FitRun(ABC, Generic[T, M]):
     # --- step 1: check ----------------------------------------------------------------------------
 
     def check(self, df: Any) -> None:
-        """Check settings, columns and cluster, before anything runs.
-
-        Raises:
-            UsageError: One of them has to be changed.
-        """
+        """Check settings, columns and cluster, before anything runs; raise `UsageError` if one has to be changed."""
         if not hasattr(df, "sparkSession"):
             raise InvalidSettingsError(
                 f"fit needs a Spark DataFrame, not {type(df).__module__}.{type(df).__name__}; "
@@ -269,11 +265,7 @@ class FitRun(ABC, Generic[T, M]):
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
 
-        Raises:
-            RunTakenError: Another driver has the run.
-            CheckpointError: The checkpoints are damaged, or of another training.
-            StoreError: The folder cannot be used.
-            DataError, InvalidSettingsError: The step failed.
+        Raises as `durable_run` does, and `DataError` or `InvalidSettingsError` if the step fails.
         """
         self.prepare_model()
         self._open_folder()
@@ -380,9 +372,7 @@ class FitRun(ABC, Generic[T, M]):
     def train(self) -> None:
         """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
 
-        Raises:
-            StateLostError: There is no newer checkpoint than the one that the training resumed from.
-            LossNotFiniteError, RunTakenError: As of `WorkerResults.check`.
+        Raises as `WorkerResults.check` does, and `StateLostError` if there is no newer checkpoint.
         """
         session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
         run = DriverRun(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typ
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import Serving, tensors_for
+from spark_elastic.ml.serving import Predictor, Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
 from spark_elastic.spark.cluster import Cluster, Sent
@@ -151,8 +151,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     # --- for frameworks ---------------------------------------------------------------------------
 
-    def _saved_predictor(self) -> Any:
-        """Return the object that is sent to executors, whose `load()` returns a `Predictor`."""
+    def _predictor(self) -> Callable[[], Predictor]:
+        """Return the function that is sent to executors to load the model there."""
         raise NotImplementedError
 
     def _batch_size(self) -> int:
@@ -359,7 +359,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         about = (cluster.id, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
-            payload = dumps(self._saved_predictor())
+            payload = dumps(self._predictor())
             try:
                 shipped = cluster.send(payload)
             except Exception as error:  # of py4j, with the JVM's error in its words

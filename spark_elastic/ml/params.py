@@ -347,11 +347,7 @@ def with_keywords_of(
 
 
 class ElasticParams(Params):
-    """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param.
-
-    Raises:
-        InvalidSettingsError: A name does not exist, or a value is impossible.
-    """
+    """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param."""
 
     _input_kwargs: dict[str, Any]
     """The settings of the last call of a `keyword_only` method, as in pyspark."""

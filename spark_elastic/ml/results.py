@@ -33,12 +33,7 @@ class WorkerResults:
         self.unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
 
     def check(self, has_checkpoints: bool) -> None:
-        """Raise unless there is a trained model, and its file is this driver's.
-
-        Raises:
-            LossNotFiniteError: The training diverged.
-            RunTakenError: Another driver has taken over the run, and what its folder holds may be that driver's.
-        """
+        """Raise `LossNotFiniteError` if the training diverged, `RunTakenError` if another driver has taken the run."""
         if (diverged := self._diverged) is not None:
             causes = [result is not None and result.caused_divergence for result in self._results]
             raise LossNotFiniteError(

@@ -85,13 +85,9 @@ def durable_run(
 ) -> Iterator[str | None]:
     """Acquire the folder `name` below `runs`; yields the name of the checkpoint in it to resume from, if there is one.
 
-    `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. `run_id` is
-    the setting, for errors.
-
-    Raises:
-        RunTakenError: Another driver has the run.
-        CheckpointError: The checkpoints are damaged, or of another training.
-        StoreError: The folder cannot be used.
+    `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. Raises
+    `RunTakenError` if another driver has the run, `CheckpointError` for checkpoints that are damaged or of another
+    training, and `StoreError` if the folder cannot be used.
     """
     run = runs.sub(name)
     with contextlib.ExitStack() as lease:

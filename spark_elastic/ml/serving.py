@@ -158,7 +158,7 @@ class Serving:
 
     Attributes:
         key: Key of the model in the cache of a Python worker.
-        model: Spark broadcast, or its equal on Spark Connect, of a pickled object whose `load()` returns a `Predictor`.
+        model: Spark broadcast, or its equal on Spark Connect, of a pickled function that returns a `Predictor`.
         names: Real names of the columns in their order, if the batches of `mapInArrow` have others.
         groups: The features in the order in which the UDF receives them; several may travel as one column.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
@@ -227,7 +227,13 @@ class Serving:
             parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
             if undecided.any():
                 if self.handle_invalid == "error":
-                    raise _no_prediction(int(undecided.sum()), len(undecided))
+                    wrong = int(undecided.sum())
+                    raise DataError(
+                        f"the model's first output is NaN for {wrong} of {len(undecided)} rows whose features are "
+                        "numbers, so they have no prediction. Look at the model's weights and at rows of unusual size. "
+                        f"{HANDLE_INVALID}",
+                        rows=wrong,
+                    )
                 valid = valid[~undecided]
         else:
             parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
@@ -273,14 +279,6 @@ class Serving:
         return [column.values(outputs) for column in self.added], undecided
 
 
-def _no_prediction(count: int, rows: int) -> DataError:
-    return DataError(
-        f"the model's first output is NaN for {count} of {rows} rows whose features are numbers, so they have no "
-        f"prediction. Look at the model's weights and at rows of unusual size. {HANDLE_INVALID}",
-        rows=count,
-    )
-
-
 def has_rows(output: Any, rows: int) -> bool:
     """Return whether what a model returned is an array with a value for each row, which a column can hold."""
     return isinstance(output, np.ndarray) and output.shape[:1] == (rows,) and output.dtype.kind != "c"
@@ -304,7 +302,7 @@ def _loaded(key: str, broadcast: Any) -> Predictor:
         if key not in _models:
             import cloudpickle
 
-            _models[key] = cloudpickle.loads(broadcast.value).load()
+            _models[key] = cloudpickle.loads(broadcast.value)()
             while len(_models) > MAX_LOADED_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)

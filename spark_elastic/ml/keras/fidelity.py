@@ -28,11 +28,7 @@ def restore_adapters(model: Any, adapters: Sequence[tuple[int, Any, Sequence[Arr
 
 
 def undecayed(value: Any, error: type[Exception]) -> list[str]:
-    """Return the patterns of variables that an optimizer, and those within it, do not decay; [] if there are none.
-
-    Raises:
-        error: `exclude_from_weight_decay` got variables, which are others in another process.
-    """
+    """Return the patterns of variables that an optimizer, and those within it, do not decay; [] if there are none."""
     patterns = []
     while value is not None:
         if getattr(value, "_exclude_from_weight_decay", None):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,9 +75,9 @@ class ElasticKerasModel(ElasticModel):
     def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
         self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
-    def _saved_predictor(self) -> KerasSavedPredictor:
+    def _predictor(self) -> Callable[[], Predictor]:
         pickled = KerasPickle.of(self.keras_model, self._custom_objects)
-        return KerasSavedPredictor(pickled, self._given("transform_device"), self._given("transform_threads"))
+        return partial(_load_predictor, pickled, self._given("transform_device"), self._given("transform_threads"))
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
@@ -129,32 +129,22 @@ def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
         raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
-@dataclass(frozen=True)
-class KerasSavedPredictor:
-    """A model in the form that is sent to executors. TensorFlow takes `threads` only before it runs in a process."""
+def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> Predictor:
+    """Load a model on an executor's device. TensorFlow takes `threads` only before it runs in a process."""
+    prefer_backend()
+    import tensorflow as tf
 
-    model: KerasPickle
-    device: str
-    threads: int
-
-    def load(self) -> Predictor:
-        """Load the model on the device; raise InvalidSettingsError if there is no such device."""
-        prefer_backend()
-        import tensorflow as tf
-
-        device = device_name(self.device)
-        use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
-        set_threads(self.threads)
-        try:
-            with tf.device(device):
-                tf.constant(0.0)
-                return KerasPredictor(self.model.load(), device)
-        except (RuntimeError, ValueError) as error:
-            if "device" not in str(error).lower():
-                raise
-            raise InvalidSettingsError(
-                f"transform_device={self.device!r} cannot be used on this executor: {error}"
-            ) from error
+    device = device_name(transform_device)
+    use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
+    set_threads(threads)
+    try:
+        with tf.device(device):
+            tf.constant(0.0)
+            return KerasPredictor(model.load(), device)
+    except (RuntimeError, ValueError) as error:
+        if "device" not in str(error).lower():
+            raise
+        raise InvalidSettingsError(f"{transform_device=!r} cannot be used on this executor: {error}") from error
 
 
 class KerasPredictor:

@@ -57,11 +57,7 @@ def overrides(module: Any, name: str) -> bool:
 
 
 def check_module(module: Any) -> None:
-    """Warn of methods of a LightningModule that are not called.
-
-    Raises:
-        InvalidSettingsError: This is not a LightningModule that can be trained, or it changes what a step computes.
-    """
+    """Warn of methods that are not called. Raise `InvalidSettingsError` if the module cannot be trained as it is."""
     kind = type(module).__name__
     base = lightning_class(module)
     if base is None or not isinstance(module, torch.nn.Module):

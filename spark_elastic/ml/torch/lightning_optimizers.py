@@ -14,11 +14,7 @@ _KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "red
 
 
 def settings_of(returned: Any, steps_an_epoch: int | None) -> dict[str, Any]:
-    """Return the settings optimizer, lr_scheduler, scheduler_interval and scheduler_monitor.
-
-    Raises:
-        InvalidSettingsError: There are several optimizers or schedulers, or an option of a scheduler is not possible.
-    """
+    """Return optimizer and schedule as settings of the estimator; raise InvalidSettingsError if that is impossible."""
     optimizers, schedulers = _lists_of(returned)
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise InvalidSettingsError(

@@ -134,12 +134,9 @@ def _shapes_of(labels: Sequence[Any], outputs: Sequence[Any] = ()) -> str:
 
 
 def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
-    """Try a user's own losses, or `train_fn`, on the first rows: whole against their parts.
+    """Try a user's own losses, or `train_fn`, on the first rows: whole against their parts; raise as `_compare` does.
 
-    Raises:
-        DataError: a loss compares each output with the labels of all rows.
-        InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set; or one of torch has
-            weights of the rows of a batch.
+    Raises InvalidSettingsError also for a loss of torch that has weights of the rows of a batch.
     """
     for term, output in zip(objective.terms, result.outputs, strict=False):
         for name, factor in term.factors.items():
@@ -314,7 +311,18 @@ def _compare(
             f"{expected[1]:.6g} for the first {rows} rows together, and {count:.6g} in all for {len(found)} parts of "
             "them. Return the loss alone; a train_fn returns values for metrics as (loss, outputs), with outputs by row"
         )
-    _warn_of_counted_outputs(name, other, expected[1], rows)
+    with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if not math.isclose(of_other := other()[1], expected[1], rel_tol=1e-4):
+            log.warning(
+                "%s returned two values, so its loss is the first divided by the second, a denominator. That follows "
+                "from the model's outputs: it is %g for the first %d rows, and %g for the same rows and other outputs. "
+                "If it is a number of hits, say, return the loss alone",
+                name,
+                expected[1],
+                rows,
+                of_other,
+            )
     if per_worker:
         return None
     sums = [float(part[0]) for part in found]
@@ -341,20 +349,3 @@ def _compare(
         "the labels that count and their number; or set loss_is_per_worker=True, to average it over the workers' "
         "shares as it is"
     )
-
-
-def _warn_of_counted_outputs(
-    name: str, other: Callable[[], tuple[torch.Tensor, float]], expected: float, rows: int
-) -> None:
-    with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
-        warnings.simplefilter("ignore")
-        if not math.isclose(count := other()[1], expected, rel_tol=1e-4):
-            log.warning(
-                "%s returned two values, so its loss is the first divided by the second, a denominator. That follows "
-                "from the model's outputs: it is %g for the first %d rows, and %g for the same rows and other outputs. "
-                "If it is a number of hits, say, return the loss alone",
-                name,
-                expected,
-                rows,
-                count,
-            )

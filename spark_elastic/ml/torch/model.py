@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,9 +61,8 @@ class ElasticTorchModel(ElasticModel):
     def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
         self._native, self._fitted = module.eval(), fitted
 
-    def _saved_predictor(self) -> TorchSavedPredictor:
-        device = self.getOrDefault("transform_device")
-        return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
+    def _predictor(self) -> Callable[[], Predictor]:
+        return partial(_load_predictor, self.module, self._given("transform_device"), self._given("transform_threads"))
 
     def _batch_size(self) -> int:
         return _CPU_BATCH_SIZE if self.getOrDefault("transform_device").startswith("cpu") else super()._batch_size()
@@ -84,22 +83,13 @@ class ElasticTorchModel(ElasticModel):
             raise
 
 
-@dataclass(frozen=True)
-class TorchSavedPredictor:
-    """A module in the form that is sent to executors, with the settings `transform_device` and `transform_threads`."""
-
-    module: torch.nn.Module
-    device: str
-    threads: int
-
-    def load(self) -> Predictor:
-        torch.set_num_threads(self.threads)
-        try:
-            return TorchPredictor(self.module.to(self.device).eval(), self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise InvalidSettingsError(
-                f"transform_device={self.device!r} cannot be used on this executor: {error}"
-            ) from error
+def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:
+    """Load a module on an executor's device."""
+    torch.set_num_threads(threads)
+    try:
+        return TorchPredictor(module.to(transform_device).eval(), transform_device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidSettingsError(f"{transform_device=!r} cannot be used on this executor: {error}") from error
 
 
 class TorchPredictor:

@@ -202,7 +202,7 @@ class ResultWriter:
     twice that time.
 
     Args:
-        make_files: Returns the files by name, in the order in which they are written.
+        files: By name, in the order in which they are written.
         before: Called before the first file is written.
         check: Raises `RunTakenError` if this process must not write any more; that is not retried.
     """
@@ -210,7 +210,7 @@ class ResultWriter:
     def __init__(
         self,
         store: Store,
-        make_files: Callable[[], Mapping[str, bytes]],
+        files: Mapping[str, bytes],
         check: Callable[[], None],
         notify: Callable[[str], None],
         *,
@@ -221,9 +221,8 @@ class ResultWriter:
     ) -> None:
         self.unsaved: dict[str, bytes] = {}
         self._store = store
-        self._make_files = make_files
         self._before = before
-        self._left: dict[str, bytes] = {}  # files that were not written yet
+        self._left = dict(files)  # files that were not written yet
         self._check = check
         self._notify = notify
         self._timeout_s = timeout_s
@@ -268,7 +267,6 @@ class ResultWriter:
 
     def _work(self) -> None:
         try:
-            self._left = dict(self._make_files())
             self._before()
             deadline = self._now() + self._timeout_s
             for file, data in list(self._left.items()):

@@ -395,13 +395,10 @@ class Trainer:
     def _start_result_writer(self) -> ResultWriter:
         training, history = self.training, self.state.at.history
         name, model = self.engine.model_file()
-
-        def make_files() -> dict[str, bytes]:
-            return {name: model, HISTORY_FILE: history.dumps().encode()}
-
+        files = {name: model, HISTORY_FILE: history.dumps().encode()}
         check = (lambda: None) if training.fence is None else training.fence.check
         before, timeout_s = self._drain_checkpoints, self._save_timeout_s
-        return ResultWriter(training.store, make_files, check, notify, before=before, timeout_s=timeout_s)
+        return ResultWriter(training.store, files, check, notify, before=before, timeout_s=timeout_s)
 
     def _drain_checkpoints(self) -> None:
         try:
