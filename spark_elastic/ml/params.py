@@ -3,12 +3,11 @@
 ::
 
     class BatchParams(ElasticParams):
-        epochs: Param[int] = setting("passes over the rows.", whole(at_least=1), default=1)
-        getEpochs, setEpochs = accessors(epochs)
+        epochs, getEpochs, setEpochs = setting("passes over the rows.", whole(at_least=1), default=1)
 
 makes a Param for param maps and `explainParam("epochs")`, and its getter and setter. The signatures of the estimators
-repeat name, type and default, for people and tools; a test compares them with the declarations. A setting that is
-declared without a default is None until it is set.
+repeat name and default, for people and tools; a test compares them with the declarations. A setting that is declared
+without a default is None until it is set.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 from pyspark.ml.param import Param, Params
@@ -43,12 +42,12 @@ def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
     return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__})")
 
 
-def whole(at_least: int) -> Converter:
+def whole(at_least: int) -> Callable[[str, int], int]:
     """Return a converter to an int with a lower bound."""
     return lambda name, value: whole_number(name, value, at_least)
 
 
-def real(*, above: float | None = None, at_least: float | None = None) -> Converter:
+def real(*, above: float | None = None, at_least: float | None = None) -> Callable[[str, float], float]:
     """Return a converter to a finite float with a lower bound."""
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least is not None else ""
 
@@ -79,34 +78,38 @@ def one_of(*choices: str) -> Converter:
     return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
 
-boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
-text = accepting("a name", lambda value: isinstance(value, str) and value, str)
-identifier = accepting(
+boolean: Callable[[str, bool], bool] = accepting(
+    "True or False",
+    lambda value: type(value).__name__ in ("bool", "bool_"),
+    bool,  # numpy's too
+)
+text: Callable[[str, str], str] = accepting("a name", lambda value: isinstance(value, str) and value, str)
+identifier: Callable[[str, str], str] = accepting(
     "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
     str,
 )
-function = accepting("a function", callable, lambda value: value)
-dictionary = accepting(
+function: Callable[[str, Callable[..., Any]], Any] = accepting("a function", callable, lambda value: value)
+dictionary: Callable[[str, Mapping[str, Any]], dict[str, Any]] = accepting(
     "a dict with names as keys",
     lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
     dict,
 )
 
 
-def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
+def path(name: str, value: str | os.PathLike[str], wanted: str = "a path or a URI") -> str:
     """Convert a path or URI to text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise _wrong(name, wanted, value)
     return str(value)
 
 
-def location(name: str, value: Any) -> Any:
+def location(name: str, value: str | os.PathLike[str] | Store) -> Any:
     """Accept a path, a URI, or a `Store`."""
     return value if isinstance(value, (Store, os.PathLike)) else path(name, value, "a path, a URI or a Store")
 
 
-def names(name: str, value: Any) -> list[str]:
+def names(name: str, value: str | Sequence[str]) -> list[str]:
     """Convert to a list of names; a str is a list of one. An empty list, or a name given twice, is an error."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
@@ -119,12 +122,12 @@ def names(name: str, value: Any) -> list[str]:
     return list(map(str, listed))
 
 
-def names_or_none(name: str, value: Any) -> list[str]:
+def names_or_none(name: str, value: str | Sequence[str]) -> list[str]:
     """Convert as `names`, but accept an empty list."""
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
 
 
-def grouped_names(name: str, value: Any) -> list[Any]:
+def grouped_names(name: str, value: str | Sequence[str] | Sequence[Sequence[str]]) -> list[Any]:
     """Convert to a list of names, or a list of lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`."""
     if _is_list(value) and any(_is_list(each) for each in value):
         if not all(_is_list(each) for each in value):
@@ -132,7 +135,7 @@ def grouped_names(name: str, value: Any) -> list[Any]:
                 f"{name} mixes names and lists of names: {value!r}; give a list for each input, or names alone"
             )
         return [names(f"{name}[{index}]", each) for index, each in enumerate(value)]
-    return names(name, value)
+    return names(name, value)  # type: ignore[arg-type]
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
@@ -182,7 +185,7 @@ def fraction_or_column(name: str, value: Any) -> float | str:
     return float(value)
 
 
-def options(known: Sequence[str]) -> Converter:
+def options(known: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
     """Return a converter that accepts a dict whose keys are among `known`."""
 
     def convert(name: str, value: Any) -> dict[str, Any]:
@@ -250,7 +253,7 @@ class DeclaredParam(Param[Any]):
         self._convert_given = convert
         self.default = default
         self.accessors: tuple[Any, ...] = ()
-        """Getter and setter, if the class has them."""
+        """Getter and setter."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -264,13 +267,25 @@ class DeclaredParam(Param[Any]):
         return None if value is None and self.default is None else self._convert_given(self.name, value)
 
 
+@overload
+def setting(
+    doc: str, convert: Callable[[str, T], Any]
+) -> tuple[Param[T | None], Callable[[Any], T | None], Callable[[S, T | None], S]]: ...
+
+
+@overload
+def setting(
+    doc: str, convert: Callable[[str, T], Any], default: T
+) -> tuple[Param[T], Callable[[Any], T], Callable[[S, T], S]]: ...
+
+
 def setting(doc: str, convert: Converter, default: Any = None) -> Any:
-    """Declare a Param with a plain default, for readable files. None is converted unless it is the default."""
-    return DeclaredParam(doc, convert, default)
+    """Declare a setting: return its Param and, in the names that pyspark's users expect, its getter and setter.
 
-
-def accessors(declared: Param[T]) -> tuple[Callable[[Any], T], Callable[[S, T], S]]:
-    """Return getter and setter of a setting, in the names that pyspark's users expect: `getBatchSize, setBatchSize`."""
+    The default is plain, for readable files. None is converted unless it is the default. The type of a setting is that
+    of the values which the converter takes.
+    """
+    declared = DeclaredParam(doc, convert, default)
 
     def get(self: Any) -> Any:
         return self.getOrDefault(declared.name)
@@ -279,8 +294,8 @@ def accessors(declared: Param[T]) -> tuple[Callable[[Any], T], Callable[[S, T], 
         self.set(self.getParam(declared.name), value)
         return self
 
-    declared.accessors = get, set_  # type: ignore[attr-defined]
-    return get, set_
+    declared.accessors = get, set_
+    return declared, get, set_
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pyspark.ml.param import Param
-
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
@@ -20,7 +18,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.tensorflow_setup import check_backend
-from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
+from spark_elastic.ml.params import keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.shared_params import (
     BestMode,
@@ -79,38 +77,35 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     _saved_together: tuple[str, ...] = ()
 
-    model: Param[keras.Model | None]
-    optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
+    optimizer, getOptimizer, setOptimizer = setting(
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.", to.anything
     )
-    loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
+    loss, getLoss, setLoss = setting(
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
-    loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
+    loss_weights, getLossWeights, setLossWeights = setting(
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.", to.anything
     )
-    metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
+    metrics, getMetrics, setMetrics = setting(
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
-    weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
+    weighted_metrics, getWeightedMetrics, setWeightedMetrics = setting(
         "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
-    getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
-    callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
+    callbacks, getCallbacks, setCallbacks = setting(
         "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback (in the workers) and "
         "spark_elastic.DriverCallback (on the driver).",
         to.anything,
     )
-    custom_objects: Param[Mapping[str, Any] | None] = setting(
+    custom_objects, getCustomObjects, setCustomObjects = setting(
         "dict of the names and the classes or functions of your own in the model's configuration, unless they are "
         "registered with Keras or the model consists of them.",
         to.dictionary,
     )
-    getCustomObjects, setCustomObjects = accessors(custom_objects)
 
     @keyword_only
     def __init__(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from pyspark.ml.param import Param
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, UsageError
@@ -16,7 +15,7 @@ from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
-from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
+from spark_elastic.ml.params import keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.shared_params import (
     BestMode,
@@ -65,43 +64,31 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             `spark_elastic.DriverCallback`, which run on the driver.
     """
 
-    model: Param[torch.nn.Module | None]
-    optimizer: Param[torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None]
-    loss: Param[Callable[..., Any] | Sequence[Callable[..., Any]] | None]
-    loss_weights: Param[Sequence[float] | None]
-    metrics: Param[Mapping[str, Any] | None]
-    callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
-    train_fn: Param[Callable[..., Any] | None] = setting(
+    train_fn, getTrainFn, setTrainFn = setting(
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. "
         "The loss: a mean over rows, a value for each row, or (numerator, denominator).",
         to.function,
     )
-    getTrainFn, setTrainFn = accessors(train_fn)
-    lr_scheduler: Param[torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None] = setting(
+    lr_scheduler, getLrScheduler, setLrScheduler = setting(
         "a scheduler on the optimizer, or a function of the optimizer that returns one.", to.anything
     )
-    getLrScheduler, setLrScheduler = accessors(lr_scheduler)
-    scheduler_interval: Param[Literal["epoch", "step"]] = setting(
+    scheduler_interval, getSchedulerInterval, setSchedulerInterval = setting(
         "step lr_scheduler after each 'epoch' or each 'step'.", to.one_of("epoch", "step"), default="epoch"
     )
-    getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
-    scheduler_monitor: Param[str | None] = setting(
+    scheduler_monitor, getSchedulerMonitor, setSchedulerMonitor = setting(
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
-    getSchedulerMonitor, setSchedulerMonitor = accessors(scheduler_monitor)
-    virtual_workers: Param[int | None] = setting(
+    virtual_workers, getVirtualWorkers, setVirtualWorkers = setting(
         "with consistency='exact': the shards that each batch is cut into, whatever the number of workers, each with "
         "its own random numbers and batch normalisation. Default: max_num_proc, or num_proc.",
         to.whole(at_least=1),
     )
-    getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
-    generators: Param[Sequence[Any] | None] = setting(
+    generators, getGenerators, setGenerators = setting(
         "with consistency='exact': random generators that the model, its loss, metrics or transformation_fn have in "
         "attributes, besides the global ones of torch, numpy and random.",
         to.anything,
     )
-    getGenerators, setGenerators = accessors(generators)
 
     @keyword_only
     def __init__(
