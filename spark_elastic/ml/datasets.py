@@ -50,16 +50,10 @@ class SharedDatasets:
                     delete_unless_used(dataset.store)
 
 
-# --- write ------------------------------------------------------------------------------------
-
-
 def written_rows(
     df: Any, tensors: Tensors, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
 ) -> Dataset:
-    """Write the rows of a DataFrame, or find them under the `dataset_id`, or among those of other fits.
-
-    `given` returns the value of a setting. Raises as `spark_elastic.materialize` does.
-    """
+    """Write the rows of a DataFrame, or find them; raise as `materialize`. `given` returns the value of a setting."""
     from spark_elastic.data.materialization import materialize
 
     settings = {
@@ -84,9 +78,6 @@ def written_rows(
             raise
 
     return write() if shared is None else shared.get(json.dumps(settings, sort_keys=True, default=repr), write)
-
-
-# --- checks of a dataset that was written before ----------------------------------------------
 
 
 def check_tensors(dataset: Dataset) -> None:

@@ -217,8 +217,7 @@ class FitRun(ABC, Generic[T, M]):
     def _check_store(self) -> None:
         """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
 
-        Sends this package to the executors first if `run_options` ask for it: the tasks that look at the folders need
-        it, and so do those that write rows later.
+        First sends this package to the executors if `run_options` ask for it: the tasks need it, also those that write.
         """
         if self.cluster is None:
             return

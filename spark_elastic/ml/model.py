@@ -65,6 +65,11 @@ class Fitted:
         """Rebuild the facts from what `to_json` returned. Raises `CheckpointError`, with the field, for others."""
         allowed = document.get("allow_nan")
         try:
+            outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
+            # files of 0.2.0 have no positions
+            taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
+            if taken and len(taken) != len(outputs):
+                raise ValueError(f"taken has {len(taken)} positions for {len(outputs)} outputs")
             return cls(
                 inputs=tuple(
                     tensor_field(each, f"inputs[{number}]")
@@ -75,7 +80,7 @@ class Fitted:
                         typed(each, "dtype", str, "outputs."),
                         tuple(whole_number(size, "outputs.shape") for size in typed(each, "shape", list, "outputs.")),
                     )
-                    for each in (typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list))
+                    for each in outputs
                 ),
                 rule=typed(document, "rule", str) if document.get("rule") is not None else None,
                 history=History.from_json(document.get("history")),
@@ -85,18 +90,10 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
-                taken=_taken(document),
+                taken=taken,
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
-
-
-def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decode the positions of the outputs, which files of 0.2.0 do not have. Raise ValueError for other numbers."""
-    taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
-    if taken and len(taken) != len(document["outputs"]):
-        raise ValueError(f"taken has {len(taken)} positions for {len(document['outputs'])} outputs")
-    return taken
 
 
 def _with_udf(dataset: Any, serving: Serving, functions: Any) -> Any:

@@ -299,11 +299,7 @@ def setting(doc: str, convert: Converter, default: Any = None) -> Any:
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`.
-
-    Like the decorator of pyspark with this name: a signature with all defaults is readable for people and tools, but
-    does not say which settings the caller gave. The names are checked here to suggest the right one.
-    """
+    """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **settings: Any) -> Any:

@@ -24,9 +24,6 @@ _OPAQUE = TEXTS | {"binary"}
 FLOAT, INTEGER = "<f4", "<i8"
 
 
-# --- tensors of a DataFrame, decided from its schema alone, before any job runs -------------------
-
-
 @dataclass(frozen=True)
 class Tensors:
     """Arguments of `materialize`: by tensor its column or columns to join, and dtype and shape where they differ."""
@@ -179,14 +176,10 @@ def _type_name(schema: Any, name: str) -> str:
     return str(schema[name].dataType.simpleString())
 
 
-# --- arrays of a batch, before a framework makes tensors of them ----------------------------------
-
-
 class Columns:
     """Converts a batch to the columns to train on: gives them the shapes that were set, then `transformation_fn`.
 
-    Args:
-        needs_labels: Require that `transformation_fn` returns the labels and weights of the dataset.
+    With `needs_labels`, that function must return the labels and weights of the dataset.
     """
 
     def __init__(self, training: Training, needs_labels: bool = True) -> None:

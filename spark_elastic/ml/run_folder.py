@@ -30,9 +30,6 @@ _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|lea
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
 
-# --- transient run folders --------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def leased_if_possible(folder: Store) -> Iterator[None]:
     """Keep clean-ups of other processes away from the folder, if a lease can be written there."""
@@ -154,8 +151,6 @@ def clear(run: Store, lease: RunLease) -> None:
             run.delete(entry.path)
 
 
-# --- descriptions of settings that are equal in every process -------------------------------------
-
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str, type(None))
 _DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
@@ -166,8 +161,7 @@ _MAX_DEPTH = 6
 def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
     """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes.
 
-    `buffers` says whether to include the buffers of modules, such as the class weights of a loss; `depth` is the depth
-    of this value in the setting.
+    With `buffers`, those of modules count, such as the class weights of a loss.
     """
     if depth > _MAX_DEPTH:
         return type(value).__qualname__

@@ -39,10 +39,9 @@ def tensors_for(
     allow_nan: bool | Sequence[str] = False,
     case_sensitive: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
+    """Return how columns of a DataFrame become the model's inputs; raise `DataError` if the type of one cannot.
 
-    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`. Raises
-    `DataError` if the type of a column cannot become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:

@@ -103,7 +103,9 @@ class KerasCallback(Callback):
         wrapped, kept = self.wrapped, self._kept
         self._begun = True
         wrapped.set_model(self._model)
-        wrapped.set_params({"verbose": self._training.verbose, "epochs": run.epochs, "steps": _batches(self._training)})
+        rows, size = self._training.dataset.rows("train"), self._training.batch_size
+        steps = None if size is None else -(-rows // size)  # None: they depend on the number of workers
+        wrapped.set_params({"verbose": self._training.verbose, "epochs": run.epochs, "steps": steps})
         if hasattr(wrapped, "append") and (run.step or run.epoch):
             wrapped.append = True  # keep the rows that were written before the resume
         wrapped.on_train_begin()
@@ -208,7 +210,7 @@ class KerasCallbacks:
 
 
 def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) -> list[Callback]:
-    """Return this package's callbacks unchanged, Keras's as `KerasCallback`; raise InvalidSettingsError for others."""
+    """Return this package's callbacks unchanged, Keras's as `KerasCallback`."""
     check_callbacks(callbacks)
     shared = SharedLogs()
     return [one if isinstance(one, Callback) else KerasCallback(one, training, model, shared) for one in callbacks]
@@ -230,9 +232,3 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _batch(run: Run) -> int:
     """Return the number of steps of this epoch so far."""
     return run.step - int(run.history[-1]["steps"] if len(run.history) else 0)
-
-
-def _batches(training: Training) -> int | None:
-    """Return the number of batches of an epoch; None if it depends on the number of workers."""
-    rows, size = training.dataset.rows("train"), training.batch_size
-    return None if size is None else -(-rows // size)

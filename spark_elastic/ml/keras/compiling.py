@@ -42,9 +42,9 @@ def input_names(model: Any) -> list[str] | None:
 
 
 def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
-    """Return the number of the column for each input, if columns have the names of inputs; None if none has.
+    """Return the number of the column for each input, if columns (feature_cols) have names of inputs; None if none has.
 
-    `columns` is the setting feature_cols. The other columns go to the other inputs in the order in which they are.
+    The other columns go to the other inputs in the order in which they are.
     """
     names, given = input_names(model) or [], [each if isinstance(each, str) else "+".join(each) for each in columns]
     if len(names) != len(given) or not set(names) & set(given):
@@ -121,11 +121,7 @@ def check_kept(model: Any, at: int, name: str, values: Any) -> None:
 def build_for(
     model: Any, inputs: Sequence[TensorField], seed: int, custom_objects: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return a built copy of an unbuilt model, which is called with rows of zeros; its weights follow from the seed.
-
-    Raises InvalidSettingsError if the model cannot be called with such rows, or their shape is not known, and
-    NotPicklableError if it cannot be copied.
-    """
+    """Return a built copy of an unbuilt model, which is called with rows of zeros; its weights follow from the seed."""
     check_config(model, NotPicklableError)
     for field in inputs:
         if field.kind not in (Kind.DENSE, Kind.SPARSE):
@@ -158,10 +154,7 @@ def build_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileArguments:
-    """The arguments of `keras.Model.compile`; the optimizer is an instance that may have no variables yet.
-
-    Without a loss, the model adds its own. `metrics` ignore sample weights, `weighted_metrics` use them.
-    """
+    """The arguments of `keras.Model.compile`. Without a loss, the model adds its own."""
 
     optimizer: Any
     loss: Any = None
@@ -316,8 +309,7 @@ def label_dtype(loss: Any) -> str | None:
 def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str | None, Any]]:
     """Return (name of the output, its loss) for each output that has a loss, in the order of the outputs.
 
-    `loss` is the argument of `compile`; a single loss is used for every output. The `names` of the outputs may not be
-    known. Raises InvalidSettingsError if there are losses for outputs that the model does not have.
+    `loss` is the argument of `compile`; a single one is for every output. The `names` of the outputs may not be known.
     """
     if isinstance(loss, Mapping) and "class_name" not in loss:
         order = list(names) if names is not None else sorted(loss)

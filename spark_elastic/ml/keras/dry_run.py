@@ -114,7 +114,10 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     with user_code("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
         mean(parts_of(1), [1.0] * shares.terms)
-        if len(names) > shares.terms or _has_own_losses(ready):
+        compiled = [each.loss._loss for each in getattr(ready.model._compile_loss, "_flat_losses", None) or []]
+        functions = [getattr(each, "fn", None) or type(each) for each in compiled if each is not None]
+        own = any(not str(getattr(each, "__module__", "")).startswith("keras.") for each in functions)
+        if own or len(names) > shares.terms:
             a_row = sum(each.nbytes for each in arrays) // rows + 4 * ready.model.count_params()
             batch = first_rows(training, common.rows_of_losses(a_row, rows))
             (arrays,), rows = ready.feeder.arrays(batch, parts=1), batch.rows
@@ -127,13 +130,6 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         wholes = np.stack([mean(whole, of_whole) for _ in range(_DRAWS)])
         divided = np.stack([mean(parts, of_parts) for _ in range(_DRAWS if np.ptp(wholes, 0).any() else 1)])
     _compare(ready, names, rows, wholes, divided, _shapes(ready, arrays))
-
-
-def _has_own_losses(ready: PreparedModel) -> bool:
-    """Return True if a loss that the model is compiled with is not one of Keras."""
-    losses = [each.loss._loss for each in getattr(ready.model._compile_loss, "_flat_losses", None) or []]
-    functions = [getattr(each, "fn", None) or type(each) for each in losses if each is not None]
-    return any(not str(getattr(each, "__module__", "")).startswith("keras.") for each in functions)
 
 
 def _check_denominators(
@@ -221,7 +217,8 @@ def _step(training: KerasTraining, ready: PreparedModel, batch: Batch) -> Sums:
     with common.optimizer_errors(optimizer, "weights"):
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
-        if ready.model._compile_loss is not None or ready.model.losses or _has_test_step(ready.model):
+        own_test_step = not str(type(ready.model).test_step.__module__).startswith("keras.")
+        if ready.model._compile_loss is not None or ready.model.losses or own_test_step:
             _check_sums(ready, arrays)
         _check_pairs(ready, tensors)
         if not training.loss_is_per_worker:
@@ -248,10 +245,6 @@ def _warn_of_buffers_by_rows(model: Any, inputs: Sequence[Any]) -> None:
         "the model changes them by the rows that it is called with",
         "Set loss_is_per_worker=True",
     )
-
-
-def _has_test_step(model: Any) -> bool:
-    return not str(type(model).test_step.__module__).startswith("keras.")
 
 
 def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:

@@ -45,14 +45,8 @@ ARRAYS = "state.npz"
 """The file of a checkpoint with all arrays."""
 
 
-# --- the model and the parts of its step --------------------------------------------------------------
-
-
 class PreparedModel(NamedTuple):
-    """A compiled model, with all variables, that is ready for its first step, and the objects that run a step.
-
-    `compiled` are the arguments that the user gave; `averaged` are the metric functions that return one number.
-    """
+    """A compiled model that is ready for its first step; `averaged` are metric functions that return one number."""
 
     model: Any
     compiled: CompileArguments
@@ -103,9 +97,6 @@ def _build(model: Any, feeder: BatchFeeder, training: KerasTraining, shares: Sha
     model.compute_metrics(x, y, y_pred, sample_weight=weights)
     for variable, value in zip(state, before, strict=True):
         variable.assign(value)
-
-
-# --- the engine ---------------------------------------------------------------------------------------
 
 
 class KerasEngine(Engine):
@@ -233,9 +224,6 @@ class KerasEngine(Engine):
 
 def _has_nan(array: Any) -> bool:
     return array.dtype.kind not in "biu" and bool((array != array).any())
-
-
-# --- the training -------------------------------------------------------------------------------------
 
 
 class EngineSteps(OptimizerSteps):

@@ -27,9 +27,7 @@ FIRST_ROWS = 2
 class BatchFeeder:
     """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
 
-    `names` are those of inputs, labels and sample weight; `specs` has a `tf.TensorSpec` for each, for any number of
-    rows. Raises DataError for columns that cannot be trained on, and InvalidSettingsError if the numbers of labels and
-    losses differ.
+    `names` are those of inputs, labels and sample weight; `specs` has a `tf.TensorSpec` for each.
     """
 
     def __init__(self, training: Training, model: Any, compiled: CompileArguments) -> None:

@@ -61,10 +61,7 @@ def different_values(one: Any, other: Any) -> list[str]:
 
 
 def arguments_of(value: Any) -> list[str]:
-    """Return the plain arguments of a user's object, and of those that it has, that are attributes of their names.
-
-    A get_config may leave them out, or hold the value that they had when the object was made.
-    """
+    """Return the arguments of a user's object and its parts that are attributes: a get_config may leave them out."""
     found = []
     for prefix, each in [("", value), *((f"{name}.", each) for name, each in sorted(vars(value).items()))]:
         if hasattr(type(each), "get_config") and type(each).__module__.partition(".")[0] != "keras":

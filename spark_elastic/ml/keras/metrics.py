@@ -30,8 +30,6 @@ from spark_elastic.ml.training.spec import Piece, Sums
 _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
 """The end of a name that Keras has chosen, which differs between processes."""
 
-# --- losses -------------------------------------------------------------------------------------------
-
 
 def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
     """Replace a dict of losses by a list with an entry for each output, because Keras needs all keys in a dict."""
@@ -46,10 +44,9 @@ def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
 
 
 def count_by_row(compiled: CompileArguments, shares: Shares, averaged: list[str]) -> CompileArguments:
-    """Change losses and metrics so that their sums over workers do not depend on how the batch is divided.
+    """Scale losses by the shares, and weigh metric functions that return one number by rows.
 
-    Losses are scaled by the shares. Metrics that are functions and return one number for all rows are weighted by the
-    number of rows, and their names are added to `averaged` once they are called.
+    The names of such functions are added to `averaged` once they are called.
     """
 
     def scaled(loss: Any) -> Any:
@@ -101,18 +98,15 @@ def count_scalars_by_row(model: Any, shares: Shares) -> None:
     if _is_of_keras(model.train_step) and _is_of_keras(model.test_step):
         return
     for metric in single_metrics(model.metrics):
+
+        def update_state(values: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
+            values = keras.ops.convert_to_tensor(values)
+            if sample_weight is None and not len(values.shape):
+                sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
+            return plain(values, sample_weight=sample_weight)
+
         if type(metric).update_state is keras.metrics.Mean.update_state:
-            object.__setattr__(metric, "update_state", functools.partial(_update_by_row, metric.update_state, shares))
-
-
-def _update_by_row(plain: Callable[..., Any], shares: Shares, values: Any, sample_weight: Any = None) -> Any:
-    values = keras.ops.convert_to_tensor(values)
-    if sample_weight is None and not len(values.shape):
-        sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
-    return plain(values, sample_weight=sample_weight)
-
-
-# --- metrics ------------------------------------------------------------------------------------------
+            object.__setattr__(metric, "update_state", update_state)
 
 
 class KerasMetricAccumulator(MetricAccumulator):
@@ -174,7 +168,11 @@ class KerasMetricAccumulator(MetricAccumulator):
         """Return the scalars that a user's step has returned, times its rows: float64, shape [number of names]."""
         if _is_of_keras(self._steps[prefix]) or not isinstance(logs, Mapping):
             return tf.zeros([0], tf.float64)
-        scalars = {str(name): value for name, value in logs.items() if _is_scalar(value)}
+        scalars = {
+            str(name): value
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) or tuple(getattr(value, "shape", (1,))) == ()
+        }
         self.returned[prefix] = list(scalars)
         if prefix == "" and "loss" in scalars:
             self.loss_positions = [*self._loss_means(), self._states + list(scalars).index("loss")]
@@ -230,11 +228,6 @@ def _loss_first(logs: dict[str, float]) -> dict[str, float]:
 def _is_of_keras(step: Any) -> bool:
     """Return whether a train_step or test_step is Keras's own, and not a user's."""
     return str(step.__func__.__module__).partition(".")[0] == "keras"
-
-
-def _is_scalar(value: Any) -> bool:
-    shape = getattr(value, "shape", None)
-    return isinstance(value, (int, float)) or (shape is not None and tuple(shape) == ())
 
 
 def single_metrics(metrics: Sequence[Any]) -> list[Any]:

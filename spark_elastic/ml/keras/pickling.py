@@ -22,15 +22,13 @@ from spark_elastic.ml.keras.tensorflow_setup import prefer_backend
 class KerasPickle:
     """A pickled value; each call of `load` returns a new copy.
 
-    A model comes back built, with its weights, and not compiled; a built layer with its weights; optimizers, metrics
-    and losses come back as new ones with the same settings.
+    A model comes back built and not compiled; optimizers, metrics and losses as new ones with the same settings.
     """
 
     _file: bytes
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
-        """Pickle Keras objects and plain values, with the user's classes in them; raise what pickle and Keras raise."""
         return cls(dumps(value, custom_objects))
 
     def load(self) -> Any:
@@ -93,10 +91,7 @@ def load_model(
     flags: Any = None,
     adapters: Any = (),
 ) -> Any:
-    """Load a pickled model from its archive, compiled with `arguments` and the optimizer's values, if there are any.
-
-    `flags` are the fields of `serialization.Flags`, `adapters` what `fidelity.adapters_of` has returned.
-    """
+    """Load a model from its archive, with its `Flags`, what it was compiled with, and its `fidelity.adapters_of`."""
     from spark_elastic.ml.keras.compiling import compile_again
     from spark_elastic.ml.keras.fidelity import restore_adapters
     from spark_elastic.ml.keras.serialization import Flags, model_from_archive

@@ -42,10 +42,7 @@ def model_to_archive(model: Any) -> bytes:
 
 
 def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
-    """Load a model, not compiled; raise Keras's own errors, and CheckpointError if the archive refers to other files.
-
-    `safe` refuses Lambda layers, which are code in the archive, and versions of Keras whose safe mode is not safe.
-    """
+    """Load a model, not compiled; `safe` refuses Lambda layers, which are code, and unsafe versions of Keras."""
     if safe:
         trust.KERAS.check(keras.__version__)
     check_self_contained(file, custom_objects or {}, safe=safe)
@@ -195,9 +192,7 @@ _KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")
 def custom_names(value: Any, config: Any) -> list[str]:
     """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
 
-    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras. Raises
-    NotPicklableError if a function has the name of one of Keras's, which Keras would load instead, and for a lambda
-    that uses names of its module, which Keras leaves out.
+    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras.
     """
     for name, each in _custom_parts(value):
         if isinstance(each, FunctionType) and is_builtin(name):
@@ -232,10 +227,7 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
 
 
 def config_of(value: Any) -> Any:
-    """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
-
-    Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others.
-    """
+    """Return Keras's configuration of an object, with what Keras leaves out: dtypes of losses, Huber's `delta`, ..."""
     config = keras.saving.serialize_keras_object(value)
     if type(value).__module__.partition(".")[0] != "keras":
         return config
@@ -260,10 +252,7 @@ def is_builtin(function: str) -> bool:
 
 
 def check_config(value: Any, error: type[Exception]) -> None:
-    """Raise `error` if the configuration of `value` leaves out arguments of its constructor.
-
-    Keras writes the arguments by itself for layers only: a Model gets their defaults, a Metric nothing.
-    """
+    """Raise `error` if a configuration leaves out arguments of the constructor, which Keras writes for layers alone."""
     kind = type(value)
     maker = next(each for each in kind.__mro__ if "__init__" in vars(each))
     teller = next((each for each in kind.__mro__ if "get_config" in vars(each)), object)

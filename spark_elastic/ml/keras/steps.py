@@ -31,8 +31,7 @@ class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
     A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
-    together once the gradients are recorded. `grads` has a `tf.Tensor`, `tf.IndexedSlices` or None for each of
-    `variables`. Raises InvalidSettingsError if `apply` was not called exactly once, or without any gradient.
+    together once the gradients are recorded. Raises InvalidSettingsError if `apply` was not called exactly once.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -99,8 +98,7 @@ OF_STEP = tf.TensorSpec([3], tf.int64)
 class StepGraphs:
     """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
-    `buffers` are the variables that a forward pass and the losses change: running means and the like. Raises
-    InvalidSettingsError if the model's train_step cannot be used.
+    `buffers` are the variables that a forward pass and the losses change: running means and the like.
     """
 
     def __init__(
@@ -179,12 +177,18 @@ class StepGraphs:
         norm, value = self._training.clip_norm, self._training.clip_value
         scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
-            whole = [_values(_unique_indices(each)) for each in grads if each is not None]
-            squares = [tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in whole]
+            whole = [_unique_indices(each) for each in grads if each is not None]
+            values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in whole]
+            squares = [tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in values]
             longest = norm * tf.cast(scale, tf.float64)
             grads = [_times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
         if value is not None:
-            grads = [_bounded(_unique_indices(grad), value * tf.cast(scale, tf.float64)) for grad in grads]
+            most = value * tf.cast(scale, tf.float64)
+
+            def bounded(each: Any) -> Any:
+                return tf.clip_by_value(each, tf.cast(-most, each.dtype), tf.cast(most, each.dtype))
+
+            grads = [_map_values(bounded, _unique_indices(grad)) for grad in grads]
         return grads
 
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
@@ -310,31 +314,20 @@ def _times(grad: Any, factor: Any) -> Any:
     return _map_values(lambda values: values * tf.cast(factor, values.dtype), grad)
 
 
-def _bounded(grad: Any, most: Any) -> Any:
-    limits = (-most, most)
-    return _map_values(lambda each: tf.clip_by_value(each, *(tf.cast(limit, each.dtype) for limit in limits)), grad)
-
-
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-    return [_plus(a, b) for a, b in zip(one[0], other[0], strict=True)], one[1] + other[1]
+    """Add the gradients, and the values that train_step returned, of two parts of a batch."""
 
+    def plus(grad: Any, more: Any) -> Any:
+        if isinstance(grad, tf.IndexedSlices):
+            values = tf.concat([grad.values, more.values], 0)
+            return tf.IndexedSlices(values, tf.concat([grad.indices, more.indices], 0), grad.dense_shape)
+        return None if grad is None else grad + more
 
-def _plus(one: Any, other: Any) -> Any:
-    if isinstance(one, tf.IndexedSlices):
-        values = tf.concat([one.values, other.values], 0)
-        return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
-    return None if one is None else one + other
-
-
-def _values(grad: Any) -> Any:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return [plus(a, b) for a, b in zip(one[0], other[0], strict=True)], one[1] + other[1]
 
 
 def _unique_indices(grad: Any) -> Any:
-    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients.
-
-    Elsewhere they are left as they are: optimizers such as Adam square each entry, in `model.fit` too.
-    """
+    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients."""
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     indices, which = tf.unique(grad.indices)

@@ -37,9 +37,6 @@ TENSORS = "state.pt"
 """The file of a checkpoint with all tensors."""
 
 
-# --- the engine -----------------------------------------------------------------------------------
-
-
 class TorchEngine(Engine):
     """The `Engine` of one module: moves the module to the device, and makes its optimizer, losses and metrics."""
 
@@ -124,8 +121,7 @@ class TorchEngine(Engine):
     def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Run forward and backward over the parts of a batch, and reduce the gradients.
 
-        Returns the sums of losses and metrics over all workers followed by the number of workers that ask to stop,
-        float64, and the metric states that were gathered.
+        Returns the sums over all workers, then how many of them ask to stop, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -183,12 +179,10 @@ class TorchEngine(Engine):
         self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
         self.updating = True
-        self._step_optimizer()
-        self.updating = False
-
-    def _step_optimizer(self) -> None:
-        with self.optimizer.skip_synchronize():
+        # the gradients are reduced, also those of an exact training, whose optimizer is the user's
+        with getattr(self.optimizer, "skip_synchronize", nullcontext)():
             self.optimizer.step()
+        self.updating = False
 
     def _seed(self, epoch: int, position: int) -> None:
         """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""

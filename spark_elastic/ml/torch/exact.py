@@ -58,8 +58,6 @@ class ExactTorchEngine(TorchEngine):
     def share_buffers(self) -> None:
         """Do nothing: they are the same on all workers."""
 
-    # --- a step -----------------------------------------------------------------------------------
-
     def _seed(self, epoch: int, position: int) -> None:
         """Do nothing: each shard is seeded."""
 
@@ -86,9 +84,6 @@ class ExactTorchEngine(TorchEngine):
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
-
-    def _step_optimizer(self) -> None:
-        self.optimizer.step()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
         """Return the denominators of the losses for the whole batch, found by a forward pass of each shard."""
@@ -120,8 +115,6 @@ class ExactTorchEngine(TorchEngine):
             parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
             found[index] = [_aligned(part) for part in parts]
         return found
-
-    # --- validation, callbacks and checkpoints ----------------------------------------------------------
 
     def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         metrics, workers, epoch = self.metrics, self._workers, self._validated.epoch

@@ -246,8 +246,7 @@ def _columns(metric: _Torchmetric | _Mean, sums: Sums, rows: float, pieces: Sequ
 class TorchMetricAccumulator(MetricAccumulator):
     """The sums of a module's training, `width` numbers: of each loss sum and denominator; the rows; the metrics.
 
-    If it `gathers`, `measure` returns states to gather from all workers. Raises InvalidSettingsError for a value of
-    `metrics` that is neither a function nor a metric.
+    If it `gathers`, `measure` returns states to gather from all workers.
     """
 
     def __init__(

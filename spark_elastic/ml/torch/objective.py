@@ -51,11 +51,7 @@ class BatchMaker:
         self._device = device
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
-        """Divide a batch into at most `most` parts of about equal size; [] if this worker has no rows of it.
-
-        `most` is the number of parts of gradient accumulation, unless it is given. Raises DataError if
-        `transformation_fn` returned something that cannot be trained on.
-        """
+        """Divide a batch into at most `most` parts, or those of accumulation; [] if this worker has no rows of it."""
         if not batch.rows:
             return []
         tensors = {name: self._tensor(name, value) for name, value in self._columns.convert(batch).items()}
@@ -179,10 +175,7 @@ class LossTerm:
             self._loss = _with_reduction(loss, "sum") or loss
 
     def shaped(self, label: torch.Tensor, output: torch.Tensor, at: int) -> torch.Tensor:
-        """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it.
-
-        Raises DataError if the shapes differ by more than a last axis of 1: torch would compare other pairs.
-        """
+        """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it."""
         if self.own or not isinstance(output, torch.Tensor):
             return label
         wanted = output.shape
@@ -216,10 +209,7 @@ class LossTerm:
 
 
 class Objective:
-    """The losses of a training and their weights, for a number of labels and perhaps sample weights.
-
-    Raises InvalidSettingsError if the numbers of losses, weights and labels do not match.
-    """
+    """The losses of a training and their weights, for a number of labels and perhaps sample weights."""
 
     def __init__(
         self,

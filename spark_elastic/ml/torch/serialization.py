@@ -24,14 +24,9 @@ from spark_elastic.wire import pickling
 _BUFFERS = "spark_elastic.buffers"
 """The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
 
-# --- tensors and plain values ---------------------------------------------------------------------
-
 
 def state_of(module: torch.nn.Module, where: str = "the model", copy: bool = True) -> OrderedDict[str, Any]:
-    """Copy a module's `state_dict` to the CPU, with the buffers that it leaves out in its `_metadata`.
-
-    With copy=False, the result shares the module's tensors. Raises CheckpointError as `detached` does.
-    """
+    """Copy a module's `state_dict` with `detached`, and the buffers that it leaves out into its `_metadata`."""
     given = module.state_dict()
     state: Any = OrderedDict(detached(given, where, copy))
     others = {name: each for name, each in module.named_buffers() if name not in given}
@@ -71,9 +66,6 @@ def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:
     return fill(pickling.round_trip(module).cpu(), from_bytes(weights))
 
 
-# --- modules without weights ----------------------------------------------------------------------
-
-
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy whose weights take no memory: each is a single zero that is expanded to the shape."""
     plain = [each for _, each in tensors_of(module) if type(each) in (torch.Tensor, torch.nn.Parameter)]
@@ -110,8 +102,6 @@ def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: boo
     zero = torch.zeros((), dtype=dtype).expand(shape)
     return torch.nn.Parameter(zero, requires_grad) if is_parameter else zero
 
-
-# --- settings: the codec --------------------------------------------------------------------------
 
 SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")

@@ -66,10 +66,7 @@ class TorchTraining(Training):
 
 
 def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the given optimizer, or the one that a given class or function makes of the model's parameters.
-
-    Raises InvalidSettingsError for an optimizer of another model, or one that evaluates the loss several times a step.
-    """
+    """Return the given optimizer, or the one that a given class or function makes of the model's parameters."""
     params = list(model.parameters())
     if not params:
         raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")

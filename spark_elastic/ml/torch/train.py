@@ -20,9 +20,7 @@ from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 def train(training: TorchTraining) -> TrainingResult:
     """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
-    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
-    `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with the data,
-    and `CheckpointError` if `resume_from` cannot be used.
+    Outside of a job this process trains alone. Then the trained model is in `training.store`, in `spec.MODEL_FILE`.
     """
     for name, value in training.config.items():
         getattr(torch, f"set_{name}")(value)

@@ -214,7 +214,7 @@ def check_monitors(
 ) -> dict[str, float]:
     """Return a row of the history; raise InvalidSettingsError if a callback, or the plan, monitors a missing column.
 
-    `logs` are those of a training step; `val_logs` those of a validation step, if they are not the same with "val_".
+    Without the `val_logs` of a validation step, they are the `logs` with "val_".
     """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
     if training.validates:
@@ -245,10 +245,7 @@ def try_transform(
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     rule: str | None,
 ) -> DryRunResult:
-    """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
-
-    Returns the result of the dry run, with the `rule` of the loss if it suits the first output.
-    """
+    """Call the model as `transform` calls it. A failure is a warning, because the training works without it."""
     features: dict[str, Any] = {
         field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
         for field in model_inputs(training.dataset, training.input_shapes)

@@ -145,11 +145,7 @@ class Engine(ABC):
         """Put the model into evaluation mode, after the training of an epoch."""
 
     def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:  # noqa: B027
-        """Seed the random generators that callbacks may draw from at an event, if the training is to be exact.
-
-        Otherwise they would continue from the last shard that this worker has computed or, in a newcomer and after a
-        resume, from their initial states.
-        """
+        """Seed the random generators that callbacks may draw from at an event, if the training is to be exact."""
 
     @abstractmethod
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
@@ -203,10 +199,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
-
-        Raises CheckpointError if `copies` did not make the files, and other errors if they belong to another model.
-        """
+        """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation."""
 
     def close(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Release what the training attached to the user's model and optimizer."""
