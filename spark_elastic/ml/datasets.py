@@ -80,8 +80,12 @@ def written_rows(
     return write() if shared is None else shared.get(json.dumps(settings, sort_keys=True, default=repr), write)
 
 
-def check_tensors(dataset: Dataset) -> None:
-    """Raise `DatasetError` if the dataset was not written for an estimator."""
+def check_stored(dataset: Dataset, settings: ElasticParams) -> None:
+    """Check a dataset that was written before.
+
+    Raise `DatasetError` if it was not written for an estimator, or of other columns than the settings name, and
+    `InvalidSettingsError` if a setting is about writing rows.
+    """
     names = [each.name for each in dataset.layout.fields]
     if "features_0" not in names or "train" not in dataset.splits:
         raise DatasetError(
@@ -89,10 +93,6 @@ def check_tensors(dataset: Dataset) -> None:
             "features_0 (and features_1, ..., label_0, ...) in train: materialize(df, {'features_0': [...], "
             "'label_0': ...})"
         )
-
-
-def check_stored_settings(dataset: Dataset, settings: ElasticParams) -> None:
-    """Raise if a setting is about writing rows, or if settings about columns differ from those of the dataset."""
     given, where = settings.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if settings.isSet(name) and given(name)]

@@ -22,20 +22,12 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
-from spark_elastic.ml import preparation
-from spark_elastic.ml.datasets import SharedDatasets, check_stored_settings, check_tensors, written_rows
+from spark_elastic.ml import preparation, run_folder
+from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
 from spark_elastic.ml.results import WorkerResults
-from spark_elastic.ml.run_folder import (
-    described,
-    digest,
-    durable_run,
-    identity_of_rows,
-    leased_if_possible,
-    transient_run,
-)
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
@@ -182,12 +174,11 @@ class FitRun(ABC, Generic[T, M]):
         """Check settings, cluster, and a dataset that was written before, to train on its rows."""
         self.check_settings()
         self.rows = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
-        check_tensors(self.rows)
-        check_stored_settings(self.rows, self._settings)
+        check_stored(self.rows, self._settings)
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
-        self._exits.enter_context(leased_if_possible(self.rows.store))
+        self._exits.enter_context(run_folder.leased_if_possible(self.rows.store))
         self._began = clock.wall()
 
     def check_settings(self) -> None:
@@ -257,7 +248,7 @@ class FitRun(ABC, Generic[T, M]):
             self.rows = rows = written_rows(self._df, self._tensors, self._base_store(), self.given, self._shared)
         if self._shared is None:
             self._exits.callback(delete_unless_used, rows.store)
-        self._exits.enter_context(leased_if_possible(rows.store))
+        self._exits.enter_context(run_folder.leased_if_possible(rows.store))
 
     # --- step 3: dry run --------------------------------------------------------------------------
 
@@ -289,28 +280,29 @@ class FitRun(ABC, Generic[T, M]):
         """Acquire the run folder until the run ends. Without `checkpoint_dir` it is removed then."""
         runs = self._runs()
         if self.given("checkpoint_dir") is None:
-            self.store = self._exits.enter_context(transient_run(runs))
+            self.store = self._exits.enter_context(run_folder.transient_run(runs))
             return
         identity = self.identity()
         name = self.given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared is not None:  # one of several trainings, each with its own checkpoints
             params = self._settings._paramMap
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
-            name += f"-{digest([identity, {each: self.described(each) for each in names}])}"
+            name += f"-{run_folder.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
         self.store = runs.sub(name)
-        self.resume_from = self._exits.enter_context(durable_run(runs, name, identity, run_id, resume))
+        self.resume_from = self._exits.enter_context(run_folder.durable_run(runs, name, identity, run_id, resume))
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
         return {
-            **identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
+            **run_folder.identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
             **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
         }
 
     def described(self, name: str) -> str:
         """Describe a setting in words that are equal in every process."""
-        return described(self.given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
+        buffers = name != "model"  # whose own buffers a checkpoint has
+        return run_folder.described(self.given(name), buffers=buffers)
 
     def batch_size(self) -> int | None:
         """Return the rows of a global batch; None if they depend on the number of workers."""

@@ -254,28 +254,24 @@ class Serving:
         """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
-            part = {name: value[start : start + self.batch_size] for name, value in features.items()}
-            values, wrong = self._part(predict, part, min(self.batch_size, rows - start))
+            inputs = {name: value[start : start + self.batch_size] for name, value in features.items()}
+            if self.inference_fn is not None:
+                inputs = dict(self.inference_fn(inputs))
+            returned, count = predict(inputs), min(self.batch_size, rows - start)
+            outputs = [returned[at] for at in self.taken] if self.taken else returned
+            for index, output in enumerate(outputs):
+                if not has_rows(output, count):
+                    raise DataError(
+                        f"output {index} of the model has shape {list(np.shape(output))} for {count} rows; the first "
+                        "axis of each output must be the rows"
+                    )
+            wrong: npt.NDArray[np.bool_] = np.zeros(count, bool)
+            if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
+                wrong |= np.isnan(outputs[0]).reshape(count, -1).any(axis=1)  # no prediction, not a class
+            values = [column.values(outputs) for column in self.added]
             parts.append([each[~wrong] for each in values] if wrong.any() else values)
             undecided.append(wrong)
         return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
-
-    def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the same as `_values` for one batch of the model. Rows with NaN have no prediction, not a class."""
-        if self.inference_fn is not None:
-            inputs = dict(self.inference_fn(inputs))
-        returned = predict(inputs)
-        outputs = [returned[at] for at in self.taken] if self.taken else returned
-        for index, output in enumerate(outputs):
-            if not has_rows(output, rows):
-                raise DataError(
-                    f"output {index} of the model has shape {list(np.shape(output))} for {rows} rows; the first axis "
-                    "of each output must be the rows"
-                )
-        undecided: npt.NDArray[np.bool_] = np.zeros(rows, bool)
-        if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
-            undecided |= np.isnan(outputs[0]).reshape(rows, -1).any(axis=1)
-        return [column.values(outputs) for column in self.added], undecided
 
 
 def has_rows(output: Any, rows: int) -> bool:

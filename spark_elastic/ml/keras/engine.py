@@ -30,8 +30,7 @@ from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
     complete_losses,
     count_by_row,
-    count_losses_by_row,
-    count_scalars_by_row,
+    weigh_means_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
@@ -75,8 +74,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     feeder = BatchFeeder(training, model, compiled)
     _build(model, feeder, training, shares)
     number_terms(model, shares)
-    count_losses_by_row(model, shares)
-    count_scalars_by_row(model, shares)
+    weigh_means_by_row(model, shares)
     build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)

@@ -83,30 +83,29 @@ def _by_row(function: Any, averaged: list[str]) -> Any:
     return values
 
 
-def count_losses_by_row(model: Any, shares: Shares) -> None:
-    """Weigh the running means of the losses by rows; Keras weighs them by batches."""
+def weigh_means_by_row(model: Any, shares: Shares) -> None:
+    """Weigh the running means of the losses by rows, and what a user's train_step adds to a mean for all rows at once.
+
+    Keras weighs them by batches; together, workers count as one batch.
+    """
     for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
             return plain(value, sample_weight=keras.ops.cast(shares.count, value.dtype))
 
         object.__setattr__(metric, "update_state", update_state)
-
-
-def count_scalars_by_row(model: Any, shares: Shares) -> None:
-    """Weigh what a user's train_step adds to a mean for all rows at once: together, workers count as one batch."""
     if _is_of_keras(model.train_step) and _is_of_keras(model.test_step):
         return
     for metric in single_metrics(model.metrics):
 
-        def update_state(values: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
+        def update_mean(values: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
             values = keras.ops.convert_to_tensor(values)
             if sample_weight is None and not len(values.shape):
                 sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
             return plain(values, sample_weight=sample_weight)
 
         if type(metric).update_state is keras.metrics.Mean.update_state:
-            object.__setattr__(metric, "update_state", update_state)
+            object.__setattr__(metric, "update_state", update_mean)
 
 
 class KerasMetricAccumulator(MetricAccumulator):

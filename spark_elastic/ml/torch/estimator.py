@@ -13,21 +13,11 @@ from spark_elastic.errors import InvalidSettingsError, UsageError
 from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
+from spark_elastic.ml import shared_params as shared
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.params import keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.shared_params import (
-    BestMode,
-    ColumnsFunction,
-    Compression,
-    Consistency,
-    DType,
-    HandleInvalid,
-    OutputType,
-    PredictionRule,
-    Shapes,
-)
 from spark_elastic.ml.torch import lightning, serialization, transformers
 from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.model import ElasticTorchModel
@@ -103,9 +93,9 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,
-        input_shapes: Shapes | None = None,
-        input_dtypes: DType | Sequence[DType | None] | None = None,
-        label_shapes: Shapes | None = None,
+        input_shapes: shared.Shapes | None = None,
+        input_dtypes: shared.DType | Sequence[shared.DType | None] | None = None,
+        label_shapes: shared.Shapes | None = None,
         batch_size: int | None = None,
         per_worker_batch_size: int | None = None,
         epochs: int = 1,
@@ -114,7 +104,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         scheduler_monitor: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        consistency: Consistency = "trajectory",
+        consistency: shared.Consistency = "trajectory",
         virtual_workers: int | None = None,
         generators: Sequence[Any] | None = None,
         validation: float | str | None = None,
@@ -137,25 +127,25 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         checkpoint_seconds: float | None = None,
         keep_checkpoints: int = 3,
         checkpoint_best_of: str | None = None,
-        checkpoint_best_mode: BestMode = "auto",
-        transformation_fn: ColumnsFunction | None = None,
+        checkpoint_best_mode: shared.BestMode = "auto",
+        transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
-        gradient_compression: Compression = "none",
+        gradient_compression: shared.Compression = "none",
         sync_batch_norm: bool = True,
         allow_nan_loss: bool = False,
         dataset_id: str | None = None,
         keep_dataset: bool = False,
         data_options: Mapping[str, Any] | None = None,
         output_cols: str | Sequence[str] | None = None,
-        output_type: OutputType = "array",
+        output_type: shared.OutputType = "array",
         prediction_col: str = "prediction",
-        prediction: PredictionRule = "auto",
+        prediction: shared.PredictionRule = "auto",
         probability_col: str | None = None,
         raw_prediction_col: str | None = None,
-        handle_invalid: HandleInvalid = "error",
-        inference_fn: ColumnsFunction | None = None,
+        handle_invalid: shared.HandleInvalid = "error",
+        inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,
         transform_threads: int = 1,
         transform_device: str = "cpu",

@@ -248,10 +248,7 @@ class Trainer:
         state.check_host_updates()
 
     def _diverge(self, loss: float) -> None:
-        """End the training after a step whose loss is not finite. Nothing more is written, no callback is called.
-
-        All workers come here together, because the loss is a result of their reduction.
-        """
+        """End the training after a step whose loss is not finite, which all workers see; no callback is called."""
         state, at = self.state, self.state.at
         self._caused_divergence = self.engine.has_local_non_finite_loss()
         diverged = Diverged(at.step, at.epoch, loss)
@@ -372,7 +369,13 @@ class Trainer:
             self._finish_model()
         if state.at.diverged is None:
             if self.view.rank == 0 and self._result_writer is None:
-                self._result_writer = self._start_result_writer()
+                training, (name, model) = self.training, self.engine.model_file()
+                files = {name: model, HISTORY_FILE: state.at.history.dumps().encode()}
+                check = (lambda: None) if training.fence is None else training.fence.check
+                before, timeout_s = self._drain_checkpoints, self._save_timeout_s
+                self._result_writer = ResultWriter(
+                    training.store, files, check, notify, before=before, timeout_s=timeout_s
+                )
             self._wait_for_all()
         else:  # without a model; checkpoints that were written before stay
             if self.view.rank == 0:
@@ -391,14 +394,6 @@ class Trainer:
             engine.copy_weights(engine.best, engine.model)
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
-
-    def _start_result_writer(self) -> ResultWriter:
-        training, history = self.training, self.state.at.history
-        name, model = self.engine.model_file()
-        files = {name: model, HISTORY_FILE: history.dumps().encode()}
-        check = (lambda: None) if training.fence is None else training.fence.check
-        before, timeout_s = self._drain_checkpoints, self._save_timeout_s
-        return ResultWriter(training.store, files, check, notify, before=before, timeout_s=timeout_s)
 
     def _drain_checkpoints(self) -> None:
         try:
