@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[Any]
-BY_CLASS = ("argmax", "argmax_probability")
-"""Rules for outputs with one value per class: a logit, or a probability."""
+BY_CLASS = ("argmax", "argmax_probability")  # rules for outputs with one value per class: a logit, or a probability
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,8 @@ class FitRun(ABC, Generic[T, M]):
         *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
     )
     """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
-    worker_env: ClassVar[Mapping[str, str]] = {}
-    """Environment variables that workers need before they import anything."""
-    train_fn: ClassVar[staticmethod[[Any], TrainingResult]]
-    """The function that each worker calls with the training."""
+    worker_env: ClassVar[Mapping[str, str]] = {}  # environment variables that workers need before they import anything
+    train_fn: ClassVar[staticmethod[[Any], TrainingResult]]  # the function that each worker calls with the training
     dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
     """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
 
@@ -97,8 +95,7 @@ class FitRun(ABC, Generic[T, M]):
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
         self._settings = settings
-        self._shared = shared
-        """The datasets of the other fits of the same `fitMultiple`."""
+        self._shared = shared  # the datasets of the other fits of the same `fitMultiple`
         self.cluster: Cluster | None = None
         self.resume_from: str | None = None
         self.seconds: dict[str, float] = {}
@@ -137,9 +134,6 @@ class FitRun(ABC, Generic[T, M]):
     @abstractmethod
     def label_dtypes(self) -> list[str | None]:
         """Return the type that the loss needs of each label; None: as in its column."""
-
-    def prepare_model(self) -> None:
-        """Change the given model by the rows, before anything describes it or makes a copy of it."""
 
     @abstractmethod
     def make_training(self, store: Store, resume_from: str | None = None) -> T:
@@ -257,7 +251,6 @@ class FitRun(ABC, Generic[T, M]):
 
         Raises as `durable_run` does, and `DataError` or `InvalidSettingsError` if the step fails.
         """
-        self.prepare_model()
         self._open_folder()
         self.training = self.make_training(self.store, self.resume_from)
         with self._timed("try"):

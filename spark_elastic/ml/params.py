@@ -31,8 +31,6 @@ from spark_elastic.reporting.descriptions import describe_setting
 from spark_elastic.settings import whole_number
 from spark_elastic.trackers.autologging import reads_settings
 
-# --- converters ---------------------------------------------------------------------------------
-
 Converter = Callable[[str, Any], Any]
 """A function of a setting's name and the value that was given; returns the plain value, or raises
 `InvalidSettingsError`."""
@@ -235,8 +233,6 @@ _OTHER_NAMES = {
 """Names of these settings in Horovod, Spark ML, xgboost and torch."""
 
 
-# --- declarations -------------------------------------------------------------------------------
-
 Self = TypeVar("Self", bound="ElasticParams")
 A = TypeVar("A")
 S = TypeVar("S")
@@ -252,8 +248,7 @@ class DeclaredParam(Param[Any]):
         super().__init__(Params._dummy(), "", doc, self._convert)
         self._convert_given = convert
         self.default = default
-        self.accessors: tuple[Any, ...] = ()
-        """Getter and setter."""
+        self.accessors: tuple[Any, ...] = ()  # getter and setter
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -360,8 +355,7 @@ def with_keywords_of(
 class ElasticParams(Params):
     """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param."""
 
-    _input_kwargs: dict[str, Any]
-    """The settings of the last call of a `keyword_only` method, as in pyspark."""
+    _input_kwargs: dict[str, Any]  # the settings of the last call of a `keyword_only` method, as in pyspark
 
     @keyword_only
     def __init__(self, /, **settings: Any) -> None:

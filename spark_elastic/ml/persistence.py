@@ -114,7 +114,7 @@ class Savable(MLWritable, MLReadable[Any]):
         Raises:
             CheckpointError: There is no object of this class, it is damaged, or it needs trust.
         """
-        return cls.read().trusted(trusted).load(path)
+        return ElasticReader(cls, trusted).load(path)
 
 
 class ElasticWriter(MLWriter):
@@ -158,14 +158,12 @@ class _Saved:
 
     def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         self.uid: str = typed(metadata, "uid", str)
-        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)
-        """The settings that JSON can hold."""
+        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)  # the settings that JSON can hold
         self.stored: Mapping[str, str] = typed(about, "stored", dict)
         """"safe:file" or "pickled:file" for each other setting and object."""
         if not all(isinstance(where, str) for where in self.stored.values()):
             raise ValueError(f"stored is {self.stored!r:.80}, not the files of settings")
-        self.objects = names_in(about, "objects")
-        """Those of `stored` that are no settings."""
+        self.objects = names_in(about, "objects")  # those of `stored` that are no settings
         self.files = names_in(about, "files")
         self.facts: Mapping[str, Any] = typed(about, "facts", dict)
         self.left_out = names_in({"left_out": [], **about}, "left_out")
@@ -177,21 +175,10 @@ class _Saved:
 class ElasticReader(MLReader[T], Generic[T]):
     """Reads a stage; Spark ML's `read().load(path)`."""
 
-    def __init__(self, cls: type[T]) -> None:
+    def __init__(self, cls: type[T], trusted: bool = False, **instead: Any) -> None:
         super().__init__()
-        self._cls = cls
-        self._trusted = False
-        self._instead: dict[str, Any] = {}
-
-    def instead(self, **objects: Any) -> ElasticReader[T]:
-        """Use these objects in place of the saved ones, whose files are then not read."""
-        self._instead = objects
-        return self
-
-    def trusted(self, trusted: bool = True) -> ElasticReader[T]:
-        """Allow the files to run code."""
-        self._trusted = trusted
-        return self
+        self._cls, self._trusted = cls, trusted
+        self._instead = instead  # objects to use in place of the saved ones, whose files are then not read
 
     def load(self, path: str) -> T:
         source = saved_folder(self.sparkSession, path)
@@ -217,7 +204,8 @@ class ElasticReader(MLReader[T], Generic[T]):
                 )
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
-        instead = {**self._cls._present(saved.facts), **self._instead}
+        with _damage_named(path):
+            instead = {**self._cls._present(saved.facts), **self._instead}
         stored = {name: where for name, where in saved.stored.items() if name not in instead}
         with trusted_files(trusted):
             values = {**_decode(stored, files, codec, trusted, path), **instead}

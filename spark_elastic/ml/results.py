@@ -15,12 +15,7 @@ log = logging.getLogger("spark_elastic.ml")
 
 
 class WorkerResults:
-    """The results of a training in all workers, None for a worker without one.
-
-    Attributes:
-        stopped: Why the training ended before the last epoch; "" if it did not.
-        unsaved: Files by name that came with the results, because they could not be written to the run folder.
-    """
+    """The results of a training in all workers, None for a worker without one; see `TrainingResult`."""
 
     def __init__(self, store: Store, results: Sequence[TrainingResult | None]) -> None:
         present = [result for result in results if result is not None]

@@ -154,8 +154,7 @@ def clear(run: Store, lease: RunLease) -> None:
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str, type(None))
 _DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
-_MAX_DEPTH = 6
-"""Deeper than settings are nested; functions that refer to themselves would never end."""
+_MAX_DEPTH = 6  # deeper than settings are nested; functions that refer to themselves would never end
 
 
 def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:

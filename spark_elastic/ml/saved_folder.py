@@ -21,8 +21,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.spark.connect_session import is_connect
 
 _METADATA = "metadata"
-_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-"""Names of files that a stage has: settings, joined with "-", and a suffix."""
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # names of files that a stage has: settings, joined with "-", and a suffix
 
 
 def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:

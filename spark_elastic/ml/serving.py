@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
-MAX_LOADED_MODELS = 2
-"""Models that a Python worker keeps loaded: the present one, and the one before it."""
-
-
-# --- columns to model inputs ----------------------------------------------------------------------
+MAX_LOADED_MODELS = 2  # models that a Python worker keeps loaded: the present one, and the one before it
 
 
 def tensors_for(
@@ -139,9 +135,6 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
     if field.kind is Kind.ARRAY:
         return [value.view(field.dtype) for value in values]
     return [bytes(value).decode() if field.kind is Kind.STRING else bytes(value) for value in values]
-
-
-# --- the functions that Spark runs ------------------------------------------------------------------
 
 
 Predictor: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]

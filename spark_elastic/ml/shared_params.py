@@ -117,15 +117,6 @@ class ModelParams(ElasticParams):
             raise InvalidSettingsError(f"{len(weights)} loss_weights for {count} losses; give one for each")
 
 
-def _consistency(name: str, value: Any) -> str:
-    if value == "off":
-        raise InvalidSettingsError(
-            "consistency='off' does not exist: the batches of 'trajectory' are the same for any number of workers at "
-            "no extra cost. For batches that grow with the workers, set per_worker_batch_size"
-        )
-    return str(to.one_of(*get_args(Consistency))(name, value))
-
-
 class BatchParams(ElasticParams):
     """Batches, epochs and the order of the rows."""
 
@@ -152,7 +143,7 @@ class BatchParams(ElasticParams):
     consistency, getConsistency, setConsistency = setting(
         "'trajectory': the same batches for any number of workers, and results that are equal up to rounding and "
         "random numbers. 'exact' (PyTorch): the same bits, in slower steps; see virtual_workers.",
-        _consistency,
+        to.one_of(*get_args(Consistency)),
         default="trajectory",
     )
     transformation_fn, getTransformationFn, setTransformationFn = setting(
@@ -397,9 +388,8 @@ class OutputParams(ElasticParams):
             *(self._given("output_cols") or []),
             *filter(None, [self._given(f"{each}_col") for each in ("prediction", "probability", "raw_prediction")]),
         ]
-        for name in added:
-            if added.count(name) > 1:
-                raise InvalidSettingsError(
-                    f"{name!r} would be {added.count(name)} of the output columns; give output_cols, prediction_col, "
-                    "probability_col and raw_prediction_col different names"
-                )
+        if repeated := [name for name in added if added.count(name) > 1]:
+            raise InvalidSettingsError(
+                f"{repeated[0]!r} would be {len(repeated)} of the output columns; give output_cols, prediction_col, "
+                "probability_col and raw_prediction_col different names"
+            )

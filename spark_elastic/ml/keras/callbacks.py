@@ -45,8 +45,7 @@ class KerasCallback(Callback):
         self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
         """The attributes of `wrapped`; None if `wrapped` was called since they were read."""
         self._at_begin = self._kept
-        self.loaded_arrays: dict[str, Any] = {}
-        """The arrays for the next `load_state_dict`."""
+        self.loaded_arrays: dict[str, Any] = {}  # the arrays for the next `load_state_dict`
         # Set only for callbacks that act on batches, because computing the logs of every batch costs time.
         if self._acts("on_train_batch_begin", "on_batch_begin"):
             self.on_batch_begin = self._on_batch_begin  # type: ignore[method-assign]

@@ -245,8 +245,7 @@ class KerasLossKind(NamedTuple):
 
     logits: str
     probabilities: str
-    labels: str
-    """"class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has)."""
+    labels: str  # "class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has)
 
 
 _CLASSES = ("argmax", "argmax_probability")

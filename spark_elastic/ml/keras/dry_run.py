@@ -34,8 +34,7 @@ log = logging.getLogger("spark_elastic.ml")
 
 _ROWS_OF_MEANS = 16
 """The number of rows whose loss is compared with that of their parts; of a user's own loss it is a larger one."""
-_DRAWS = 4
-"""The number of times that a random loss is computed."""
+_DRAWS = 4  # the number of times that a random loss is computed
 
 
 def dry_run(

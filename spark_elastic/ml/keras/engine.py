@@ -40,8 +40,7 @@ from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import lost_peers_translated
 
-ARRAYS = "state.npz"
-"""The file of a checkpoint with all arrays."""
+ARRAYS = "state.npz"  # the file of a checkpoint with all arrays
 
 
 class PreparedModel(NamedTuple):
@@ -107,10 +106,8 @@ class KerasEngine(Engine):
         self._feeder = ready.feeder
         self._graphs = ready.graphs
         self.callbacks = callbacks
-        self._stepping = False
-        """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
-        self.stepped: Callable[[], None] = lambda: None
-        """A function that is called after each step."""
+        self._stepping = False  # a step has begun and not ended; if its collective fails, `undo_step` must undo it
+        self.stepped: Callable[[], None] = lambda: None  # a function that is called after each step
 
     @property
     def learning_rate(self) -> float:

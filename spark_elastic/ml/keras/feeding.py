@@ -20,8 +20,7 @@ from spark_elastic.ml.training.spec import Training
 
 Array = npt.NDArray[Any]
 
-FIRST_ROWS = 2
-"""The number of rows from which types and shapes are read."""
+FIRST_ROWS = 2  # the number of rows from which types and shapes are read
 
 
 class BatchFeeder:

@@ -27,8 +27,7 @@ from spark_elastic.ml.keras.objective import ScaledLoss, Shares
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
 
-_AUTOMATIC_NUMBER = re.compile(r"_\d+$")
-"""The end of a name that Keras has chosen, which differs between processes."""
+_AUTOMATIC_NUMBER = re.compile(r"_\d+$")  # the end of a name that Keras has chosen, which differs between processes
 
 
 def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
@@ -112,9 +111,8 @@ class KerasMetricAccumulator(MetricAccumulator):
     """The sums of a compiled model: of its metrics' variables, and of the values that a user's steps return.
 
     The vector: by how much each variable of the metrics exceeds its initial value; the values that a user's train_step
-    returns, times the rows; the rows. All metrics must have created their variables. `returned` has the names of what
-    a user's train_step ("") and test_step ("val_") return, once traced. Raises InvalidSettingsError if a metric has
-    variables that cannot be added up.
+    returns, times the rows; the rows. `returned` has the names of what a user's train_step ("") and test_step ("val_")
+    return, once traced.
     """
 
     def __init__(self, model: Any) -> None:

@@ -14,7 +14,7 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec, SavedParts
+from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.runs.trust import TRUST, is_trusted
 
@@ -62,8 +62,8 @@ class ElasticKerasModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        reader = cls.read().trusted(trusted)
-        return (reader if custom_objects is None else reader.instead(custom_objects=dict(custom_objects))).load(path)
+        instead = {} if custom_objects is None else {_OBJECTS: dict(custom_objects)}
+        return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -99,7 +99,7 @@ class ElasticKerasModel(ElasticModel):
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _custom(facts) if name != LAMBDA}
+        found = {name: keras.saving.get_registered_object(name) for name in names_in(facts, _OBJECTS) if name != LAMBDA}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -109,24 +109,17 @@ class ElasticKerasModel(ElasticModel):
         given, safe = objects.get(_OBJECTS, {}), not is_trusted()
         if _ARCHIVE not in files or not isinstance(given, dict):
             raise CheckpointError("the metadata of the saved model is damaged: it names no archive, or odd objects")
-        if safe and LAMBDA in _custom(facts):
+        names = names_in(facts, _OBJECTS)
+        if safe and LAMBDA in names:
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
             self._native = model_from_archive(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
-            needed = [name for name in _custom(facts) if name not in given]
+            needed = [name for name in names if name not in given]
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
         self._custom_objects = given
-
-
-def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a saved model's custom objects. Raise `CheckpointError` if the metadata has none."""
-    try:
-        return names_in(facts, _OBJECTS)
-    except ValueError as error:
-        raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
 def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> Predictor:

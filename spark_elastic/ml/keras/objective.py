@@ -61,8 +61,7 @@ class ScaledLoss(keras.losses.Loss):
     """A loss that is scaled so that its values times `shares.rows`, added up over workers, are the batch's loss.
 
     The sum of the values times sample weights and mask is divided by the denominator of the whole batch: the number of
-    unmasked elements, or the sum of their weights for "mean_with_sample_weight". The loss may also return a numerator
-    and a denominator, which are used as they are.
+    unmasked elements, or the sum of their weights for "mean_with_sample_weight"; or by one that the loss returns.
     """
 
     def __init__(self, given: Any, shares: Shares, number: int = 0) -> None:
@@ -110,7 +109,10 @@ class ScaledLoss(keras.losses.Loss):
             return whole / keras.ops.cast(self._shares.rows, whole.dtype), None
         if factors and (self.reduction == BY_WEIGHT or mask is not None) and self.reduction not in (None, "none"):
             counted = factors if self.reduction == BY_WEIGHT else factors[-1:]  # the mask
-            return whole, _count(counted, values)
+            product = keras.ops.ones_like(values, dtype="float64")
+            for each in counted:
+                product = product * keras.ops.cast(each, "float64")
+            return whole, keras.ops.sum(product)
         mean = keras.ops.mean(numerator)
         if self.reduction in (None, "none"):  # Keras reports the mean, and its gradient is that of the sum
             whole = whole / keras.ops.cast(self._shares.rows, whole.dtype)
@@ -157,13 +159,6 @@ def _aligned(factor: Any, values: Any) -> Any:
         )
     shape = keras.ops.shape(factor)
     return keras.ops.reshape(factor, shape[:missing] if missing < 0 else (*shape, *[1] * missing))
-
-
-def _count(factors: Sequence[Any], values: Any) -> Any:
-    product = keras.ops.ones_like(values, dtype="float64")
-    for each in factors:
-        product = product * keras.ops.cast(each, "float64")
-    return keras.ops.sum(product)
 
 
 def variables_of_losses(model: Any) -> list[Any]:

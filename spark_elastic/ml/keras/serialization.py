@@ -79,8 +79,7 @@ class Flags(NamedTuple):
 
     policies: list[Any]
     """The configuration of each layer's dtype policy; a model has its own, and so have layers within layers."""
-    layers: list[bool]
-    """Whether each layer is trainable; the same for the variables."""
+    layers: list[bool]  # whether each layer is trainable; the same for the variables
     variables: list[bool]
 
     @classmethod
@@ -185,8 +184,7 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
 
 # --- the user's classes and functions that a configuration names ----------------------------------------
 
-_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")
-"""Arguments that Keras itself writes into a configuration."""
+_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")  # arguments that Keras itself writes into a configuration
 
 
 def custom_names(value: Any, config: Any) -> list[str]:

@@ -24,8 +24,6 @@ from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.gradients import GradientReducer
 
-# --- the gradients of a train_step --------------------------------------------------------------------
-
 
 class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
@@ -87,8 +85,6 @@ class GradientRecord:
             self.grads = [_times(grad, self._share) for grad in self.grads]
 
 
-# --- the graphs ---------------------------------------------------------------------------------------
-
 _WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")
 """The operations of TensorFlow that change a variable."""
 OF_STEP = tf.TensorSpec([3], tf.int64)
@@ -141,8 +137,6 @@ class StepGraphs:
         self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
             self.evaluate = graph(self._evaluated, specs, of_part).get_concrete_function()
-
-    # --- parts of a step, in graphs ---------------------------------------------------------------
 
     def _begun(self, of_step: Any) -> None:
         """Save the buffers, so that a failed step can be undone; set the step's seeds and reset the metrics."""
@@ -217,8 +211,6 @@ class StepGraphs:
         none = tf.zeros([], tf.float64)
         return tf.stack([counts.get(number, none) for number in range(self._shares.terms)])
 
-    # --- calls ------------------------------------------------------------------------------------
-
     def totals(self, parts: Iterable[Any], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return each loss's denominator in the whole batch; `reduce` adds up float64 [losses] over all workers."""
         if not self._shares.counted:
@@ -286,9 +278,6 @@ def seeds_of(model: Any) -> list[Any]:
     """Return the states of the model's random generators."""
     known = {id(each) for each in model.weights}
     return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
-
-
-# --- dense and sparse gradients -----------------------------------------------------------------------
 
 
 def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:

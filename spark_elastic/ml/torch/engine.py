@@ -33,8 +33,7 @@ from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
-TENSORS = "state.pt"
-"""The file of a checkpoint with all tensors."""
+TENSORS = "state.pt"  # the file of a checkpoint with all tensors
 
 
 class TorchEngine(Engine):
@@ -68,8 +67,7 @@ class TorchEngine(Engine):
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-        self._validated = Progress()
-        """The progress of the training at the last `begin_validation`."""
+        self._validated = Progress()  # the progress of the training at the last `begin_validation`
         self._own_loss: float | None = None
         """The loss of this worker's rows in the last step, if it was NaN or infinite."""
 

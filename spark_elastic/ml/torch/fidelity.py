@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-Facts = dict[tuple[str, str], Any]
-"""What training depends on, by the path of an object and the aspect of it."""
+Facts = dict[tuple[str, str], Any]  # what training depends on, by the path of an object and the aspect of it
 
 _UNIMPORTANT = {"step", "_opt_called", "_warned_capturable_if_run_uncaptured"}
 """Attributes of optimizers that torch keeps for its warnings."""

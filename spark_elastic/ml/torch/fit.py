@@ -107,9 +107,10 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
             **{name: described(each) for name, each in configured.items()},
         }
 
-    def prepare_model(self) -> None:
-        if lazy_names(self.given("model")):
+    def dry_run(self) -> None:
+        if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
             initialise(self.make_training(self.rows.store))
+        super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
         same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")

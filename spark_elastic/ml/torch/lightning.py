@@ -45,7 +45,7 @@ _NOT_CALLED = (
 
 
 def lightning_class(module: Any) -> type | None:
-    """Return the class LightningModule that a module derives from, of any package; None if there is none."""
+    """Return the class LightningModule, of any package, that a module derives from; None if there is none."""
     return next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
 
 
@@ -158,8 +158,7 @@ class LightningStep(ModelStep):
         self._planned = epochs, steps_an_epoch
         self._trainer = ModuleTrainer(epochs, steps_an_epoch)
         self._index = 0
-        self._begun: int | None = None
-        """The epoch whose `on_train_epoch_start` was called in this process."""
+        self._begun: int | None = None  # the epoch whose `on_train_epoch_start` was called in this process
 
     def __reduce__(self) -> Any:
         return LightningStep, self._planned

@@ -33,9 +33,6 @@ def broadcast_is_an_error() -> Iterator[None]:
         yield
 
 
-# --- all pairs ------------------------------------------------------------------------------------
-
-
 def _other_shape(label: Any, axis: int | None) -> Any:
     """Return a label without this axis if it is 1, else with one there: [rows] becomes [rows, 1]; None: as it is."""
     if axis is None or not isinstance(label, torch.Tensor):
@@ -128,9 +125,6 @@ def _shapes_of(labels: Sequence[Any], outputs: Sequence[Any] = ()) -> str:
     named = [(f"{LABEL}{at}", each) for at, each in enumerate(labels)]
     named += [(f"output {at}", each) for at, each in enumerate(outputs)]
     return ", ".join(f"{name} {list(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
-
-
-# --- sums over rows -------------------------------------------------------------------------------
 
 
 def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch, result: ForwardResult) -> None:

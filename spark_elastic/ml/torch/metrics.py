@@ -77,8 +77,7 @@ class _Torchmetric:
         self._classifies = any(
             each.__module__.startswith("torchmetrics.classification") for each in type(metric).__mro__
         )
-        self._rule = rule
-        """The rule for predictions from the output's loss; see `objective.rule`."""
+        self._rule = rule  # the rule for predictions from the output's loss; see `objective.rule`
         self._reductions: dict[str, Any] = dict(metric._reductions)
         self._defaults: dict[str, Any] = {
             state: default.cpu() if isinstance(default, torch.Tensor) else default
@@ -96,8 +95,14 @@ class _Torchmetric:
         metric.reset()
         if type(metric).__module__.startswith("torchmetrics.") and isinstance(output, torch.Tensor):
             label = like(label, output.shape)  # they need equal shapes
-        if self._classifies:
-            output, label = probabilities(output, self._rule), class_numbers(label)
+        if self._classifies and isinstance(output, torch.Tensor) and output.is_floating_point():
+            if self._rule == "binary_logit":
+                output = output.sigmoid()
+            elif self._rule == "argmax" and output.dim() > 1:
+                output = output.softmax(1)
+        if self._classifies and isinstance(label, torch.Tensor) and label.is_floating_point():
+            # losses of logits take floats, metrics of classes do not
+            label = label.long() if bool((label == label.round()).all()) else label
         metric.update(output, label)
         return self.numbers(metric)
 
@@ -138,22 +143,6 @@ class _Torchmetric:
         metric._update_count = 1
         metric._computed = None
         return metric.compute()  # type: ignore[no-any-return]
-
-
-def probabilities(output: Any, rule: str | None) -> Any:
-    """Return an output as probabilities, if its loss takes logits of one class ("binary_logit") or of several."""
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return output
-    if rule == "binary_logit":
-        return output.sigmoid()
-    return output.softmax(1) if rule == "argmax" and output.dim() > 1 else output
-
-
-def class_numbers(label: Any) -> Any:
-    """Return labels as integers, if all are whole numbers: losses of logits take floats, metrics of classes do not."""
-    if isinstance(label, torch.Tensor) and label.is_floating_point() and bool((label == label.round()).all()):
-        return label.long()
-    return label
 
 
 def _check_states(name: str, metric: Any) -> None:
@@ -297,7 +286,15 @@ class TorchMetricAccumulator(MetricAccumulator):
         outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
         with torch.no_grad():
             for metric, which in self._metrics:
-                output, label = _chosen(metric.name, outputs, result.labels, which)
+                if not outputs:
+                    raise DataError(
+                        f"train_fn must return (loss, outputs), because the metric {metric.name} needs the outputs"
+                    )
+                several = [outputs, result.labels]
+                if which is None:
+                    output, label = (each[0] if len(each) == 1 else each for each in several)
+                else:
+                    output, label = (each[which] for each in several)
                 numbers += metric.update(output, label, rows)
                 if isinstance(metric, _Torchmetric) and metric.gathered:
                     piece[metric.name] = metric.states()
@@ -318,11 +315,3 @@ class TorchMetricAccumulator(MetricAccumulator):
 
     def live_logs(self, sums: Sums) -> dict[str, float]:
         return self.logs(sums, (), live=True)
-
-
-def _chosen(name: str, outputs: tuple[Any, ...], labels: tuple[Any, ...], which: int | None) -> tuple[Any, Any]:
-    if not outputs:
-        raise DataError(f"train_fn must return (loss, outputs), because the metric {name} needs the outputs")
-    if which is not None:
-        return outputs[which], labels[which]
-    return (outputs[0] if len(outputs) == 1 else outputs), (labels[0] if len(labels) == 1 else labels)

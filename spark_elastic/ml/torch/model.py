@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec, SavedParts
+from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.lightning import prediction_call
@@ -51,8 +51,8 @@ class ElasticTorchModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        reader = cls.read().trusted(trusted)
-        return reader.load(path) if module is None else reader.instead(architecture=module).load(path)
+        instead = {} if module is None else {_ARCHITECTURE: module}
+        return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
     def _codec(cls) -> Codec:

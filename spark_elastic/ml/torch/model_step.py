@@ -45,8 +45,7 @@ class LoggedName(NamedTuple):
 class LoggedValue(NamedTuple):
     """A value that a model has logged, and its weight in the mean of an epoch, such as the number of rows."""
 
-    value: Any
-    """The sum over the rows; or a torchmetrics metric with the states of these rows, until the next step."""
+    value: Any  # the sum over the rows; or a torchmetrics metric with the states of these rows, until the next step
     rows: float
 
 

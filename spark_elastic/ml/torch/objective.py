@@ -163,8 +163,7 @@ class LossTerm:
         self.counted = kind in _COUNTED and reduction == "mean"
         """The loss divides by the sum of class weights, or by the labels that are not ignored; see `_count`."""
         divided = self.counted or (reduction == "batchmean" and not self.own)
-        self._adds = self.is_sum or divided
-        """What the loss returns is a sum over the elements of a row, or of all rows."""
+        self._adds = self.is_sum or divided  # what the loss returns is a sum over the elements of a row, or of all rows
         self._weight, self._ignored = setting("weight", None), setting("ignore_index", -100)
         self.factors = {} if self.own else {name: setting(name, None) for name in ("weight", "pos_weight")}
         """The factors of a loss of torch by element, perhaps None; they must not be those of a batch's rows."""

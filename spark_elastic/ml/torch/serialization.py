@@ -110,7 +110,7 @@ _PLAIN = {"builtins.dict": dict, "collections.defaultdict": defaultdict}
 
 
 def dumps(value: Any) -> bytes | None:
-    """Return the value as a file that `loads` accepts; None if it needs a pickle, or the file would lose something."""
+    """Return the value as a file that `loads` accepts; None if it needs a pickle."""
     try:
         file = to_bytes(value)
         lost = differences(*(each if isinstance(each, Mapping) else {"": each} for each in (value, loads(file))))
@@ -134,8 +134,7 @@ def loads(file: bytes) -> Any:
         raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
 
 
-pickled = pickling.dumps
-"""Return a pickle of a value; loading it needs trust."""
+pickled = pickling.dumps  # return a pickle of a value; loading it needs trust
 
 
 def _accepted(path: str) -> Any:

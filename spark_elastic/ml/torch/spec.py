@@ -124,8 +124,7 @@ class LearningRateSchedule:
                 "no value"
             )
         self._monitor = training.scheduler_monitor or ("val_loss" if training.validates else "loss")
-        self._warns = self.scheduler is not None
-        """torch may warn at the next step; see `_step`."""
+        self._warns = self.scheduler is not None  # torch may warn at the next step; see `_step`
 
     def after_step(self) -> None:
         if self.scheduler is not None and self._by_step:

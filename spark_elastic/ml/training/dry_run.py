@@ -32,8 +32,7 @@ from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
-ROWS = 4
-"""The number of rows that the step of a dry run takes."""
+ROWS = 4  # the number of rows that the step of a dry run takes
 
 _MOST_ROWS, _MOST_BYTES = 251, 1 << 24
 

@@ -27,10 +27,9 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class MetricAccumulator(ABC):
-    """The losses and metrics of one training as a float64 vector of sums.
+    """The losses and metrics of one training as a float64 vector of sums, added up over batches, workers and worlds.
 
-    The vectors of batches, workers and worlds are added up, so each row counts once. A framework decides what the
-    numbers are; `loss_positions` and `rows_position` say where to find those that every training has.
+    A framework decides what the numbers are, but for those at `loss_positions` and `rows_position`.
     """
 
     loss_positions: Sequence[int] = ()
@@ -98,10 +97,8 @@ class Engine(ABC):
     `best` is a copy of the model for the weights of the best epoch; None: no callback restores them.
     """
 
-    updating: bool = False
-    """The optimizer has begun to change parameters, and has not finished."""
-    gathers: bool = False
-    """The pieces that `measure` returns have to be gathered from all workers."""
+    updating: bool = False  # the optimizer has begun to change parameters, and has not finished
+    gathers: bool = False  # the pieces that `measure` returns have to be gathered from all workers
 
     def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
         self.model = model

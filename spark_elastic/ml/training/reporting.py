@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from spark_elastic.ml.training.engine import Engine, TrainingState
     from spark_elastic.ml.training.spec import Training
 
-REPORT_INTERVAL_S = 0.25
-"""Time between two reports. A person sees no more, and a report costs well below a millisecond."""
-CLOSE_TIMEOUT_S = 1.0
-"""Longest wait for the last report at the end of a training."""
+REPORT_INTERVAL_S = 0.25  # time between two reports. A person sees no more, and a report costs well below a millisecond
+CLOSE_TIMEOUT_S = 1.0  # longest wait for the last report at the end of a training
 
 
 class RunView:
@@ -35,11 +33,9 @@ class RunView:
         self.model, self.optimizer = engine.model, engine.optimizer
         self._state = state
         self.rank, self.size = 0, 1
-        self._logs: tuple[int, Logs] = (-1, {})
-        """The last `logs`, with the `serial` that they were computed at."""
+        self._logs: tuple[int, Logs] = (-1, {})  # the last `logs`, with the `serial` that they were computed at
         self.wants_restore = False
-        self.caller = Callback()
-        """The callback whose `on_epoch_end` is running."""
+        self.caller = Callback()  # the callback whose `on_epoch_end` is running
         self.stop_reason = ""
         """Set by `stop` and never cleared: all workers act on it at the next reduction that succeeds."""
         self.clear_requests()
@@ -93,9 +89,8 @@ class RunView:
 class Reporter:
     """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports, also of a
-    silent training, which has a status page: first the epochs whose end this worker has seen (the driver ignores those
-    that it knows already), then the present position.
+    Rank 0 alone reports, also of a silent training, which has a status page: first the epochs whose end this worker has
+    seen (the driver ignores those that it knows already), then the present position.
     """
 
     def __init__(self, run: RunView, link: WorkerLink) -> None:
@@ -159,8 +154,7 @@ class EpochRows:
         self._run = run
         self._link = link
         self._wait_s = wait_s
-        self._sent = 0
-        """Rows of the history that were sent, or were there before this worker began."""
+        self._sent = 0  # rows of the history that were sent, or were there before this worker began
 
     def start(self) -> None:
         self._sent = len(self._run.history)
@@ -170,25 +164,21 @@ class EpochRows:
         history = self._run.history
         if self._run.rank == 0:
             for row in history[self._sent :]:
-                self._link.report_epoch(int(row["epoch"]), _as_json(row))
+                self._link.report_epoch(int(row["epoch"]), json.dumps(dict(row)).encode())
             self._sent = len(history)
 
     def ended(self, row: Row) -> str:
         """Send the row of the epoch that ends. Returns the reason to end the training after it, or ""."""
         if self._run.rank != 0:
             return ""
-        epoch = int(row["epoch"])
+        epoch, text = int(row["epoch"]), json.dumps(dict(row)).encode()
         self._sent = epoch + 1
         if not self._wait_s:
-            self._link.report_epoch(epoch, _as_json(row))
+            self._link.report_epoch(epoch, text)
             return ""
         # The other workers wait in a collective meanwhile, and must not be taken for stuck.
         longest_s = min(self._wait_s, self._link.stall_timeout_s / 2 or self._wait_s)
-        return self._link.ask_after_epoch(epoch, _as_json(row), longest_s)
-
-
-def _as_json(row: Row) -> bytes:
-    return json.dumps(dict(row)).encode()
+        return self._link.ask_after_epoch(epoch, text, longest_s)
 
 
 def loss_and_metrics(row: Row) -> dict[str, float]:

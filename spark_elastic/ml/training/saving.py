@@ -38,14 +38,9 @@ log = logging.getLogger("spark_elastic.ml")
 
 SAVE_TIMEOUT_VARIABLE = "SPARK_ELASTIC_SAVE_TIMEOUT"
 """Environment variable of the workers: seconds during which writing the result is retried."""
-SAVE_TIMEOUT_S = 300.0
-"""The default: a failover of HDFS takes a minute, and a person can make room on a full disk."""
-RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Pauses between attempts; the last one repeats."""
+SAVE_TIMEOUT_S = 300.0  # the default: a failover of HDFS takes a minute, and a person can make room on a full disk
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # pauses between attempts; the last one repeats
 NOTIFY_INTERVAL_S = 30.0
-
-
-# --- checkpoints --------------------------------------------------------------------------------
 
 
 class CheckpointSchedule:
@@ -178,9 +173,6 @@ def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
 def _class_name(callback: Callback) -> str:
     """Return the class of a callback; of an adapter, that of the framework's callback in it."""
     return type(getattr(callback, "wrapped", callback)).__qualname__
-
-
-# --- the result ---------------------------------------------------------------------------------
 
 
 def save_timeout_s(environment: Mapping[str, str]) -> float:

@@ -112,10 +112,8 @@ class TrainingPhase(str, Enum):
 
     TRAIN = "train"
     VALIDATE = "validate"
-    EPOCH_END = "epoch end"
-    """The epoch's row of the history, callbacks, learning rate."""
-    FINISH = "finish"
-    """The model is written, and all workers wait for that."""
+    EPOCH_END = "epoch end"  # the epoch's row of the history, callbacks, learning rate
+    FINISH = "finish"  # the model is written, and all workers wait for that
     DONE = "done"
 
 

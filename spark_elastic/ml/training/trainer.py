@@ -60,13 +60,7 @@ class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
     `state.at` is the progress of the training, with the next phase; `view` shows it to callbacks and the reporter.
-
-    Args:
-        callback_states: The states of the callbacks, as one value of the elastic state; `values` are further ones.
-        handler_of, make_steps: As of `ElasticState`.
-
-    Raises:
-        CheckpointError: The checkpoint to resume from cannot be used.
+    `callback_states`, as one value of the elastic state, `handler_of`, `make_steps` and `values` are as of it.
     """
 
     def __init__(
@@ -97,8 +91,7 @@ class Trainer:
         self._readers: dict[str, BatchReader] = {}
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
-        self._result_writer: ResultWriter | None = None
-        """Set once this worker was rank 0 at the end of the training."""
+        self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
         self._phases = {
             TrainingPhase.TRAIN: self._train,
             TrainingPhase.VALIDATE: self._validate,
@@ -121,9 +114,7 @@ class Trainer:
             self.close()
 
     def run_in_world(self) -> None:
-        """Continue from the present state to the end. Called again in each new world, after `HorovodInternalError` (a
-        collective failed) or `HostsUpdatedInterrupt` (the world is about to change).
-        """
+        """Continue from the present state to the end; called again in each new world."""
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
         if self._begun and self.epoch_rows is not None:
@@ -195,8 +186,6 @@ class Trainer:
             )
         return self._readers[split]
 
-    # --- train ------------------------------------------------------------------------------------
-
     def _train(self) -> None:
         """Do the remaining steps of the epoch."""
         state = self.state
@@ -255,8 +244,6 @@ class Trainer:
         state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
         state.check_host_updates()
 
-    # --- validate ---------------------------------------------------------------------------------
-
     def _validate(self) -> None:
         """Evaluate the remaining rows of the validation split."""
         state = self.state
@@ -291,8 +278,6 @@ class Trainer:
             val_pieces=at.val_pieces + pieces,
         )
         state.check_host_updates()
-
-    # --- end of an epoch --------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
         """Compute the epoch's row of the history, call the callbacks, and decide together whether to continue."""
@@ -353,14 +338,12 @@ class Trainer:
         return logs, self.engine.metrics.logs(val_sums, at.val_pieces, "val_") if at.val_sums.size else {}
 
     def _show_epoch(self, at: Progress, row: Mapping[str, float]) -> None:
-        if _has_nan_loss(row) and not any(map(_has_nan_loss, at.history)):
+        if math.isnan(row.get("loss", 0.0)) and not any(math.isnan(past.get("loss", 0.0)) for past in at.history):
             allowed = "the training continues because allow_nan_loss is set"
             why = allowed if self.training.allow_nan_loss else "the loss ignores the labels of all its rows"
             log.warning("the loss of epoch %d is NaN; %s", at.epoch + 1, why)
         if self.training.verbose and self.reporter is None:
             print(epoch_line(at.epoch, self.training.epochs, row["seconds"], loss_and_metrics(row)), flush=True)
-
-    # --- finish -----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Write the model on the present rank 0, again if the previous one was lost, and wait for it on all workers."""
@@ -402,10 +385,7 @@ class Trainer:
             notify(str(error))
 
     def _wait_for_all(self) -> None:
-        """Wait until the files are written and all workers have compared the rows that they read with their checksums.
-
-        Raises `DatasetError` if rows were damaged, and `RunTakenError` if another driver has taken over the run.
-        """
+        """Wait until the files are written and all workers have compared the checksums of the rows that they read."""
         waiting = True
         while waiting:
             done = self._result_writer is None or self._result_writer.is_done(POLL_S)
@@ -420,7 +400,3 @@ def _overridden(callbacks: Sequence[Callback], event: str) -> list[Callable[...,
     return [
         call for call in (getattr(each, event) for each in callbacks) if getattr(call, "__func__", call) is not empty
     ]
-
-
-def _has_nan_loss(row: Mapping[str, float]) -> bool:
-    return math.isnan(row.get("loss", 0.0))
