@@ -38,7 +38,8 @@ class _Folder(ABC):
         """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
         contents: dict[str, bytes] = {}
         for name in names:
-            check_name(self._path, name)
+            if not _FILE.fullmatch(name) or name in (".", ".."):
+                raise CheckpointError(f"{self._path} names a file {name!r:.80}, which is not in its folder")
             try:
                 contents[name] = self._content(posixpath.join(folder, name))
             except FileNotFoundError:
@@ -102,12 +103,6 @@ def _decoded(decode: Callable[[], Any], path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is damaged: its metadata is a {type(found).__name__}, not an object")
     return found
-
-
-def check_name(path: str, name: str) -> None:
-    """Raise `CheckpointError` if the metadata at `path` names a file outside of its folder."""
-    if not _FILE.fullmatch(name) or name in (".", ".."):
-        raise CheckpointError(f"{path} names a file {name!r:.80}, which is not in its folder")
 
 
 class SparkFolder(_Folder):

@@ -52,7 +52,19 @@ def count_by_row(compiled: CompileArguments, shares: Shares, averaged: list[str]
         return None if loss is None else ScaledLoss(loss, shares)
 
     def by_row(metric: Any) -> Any:
-        return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
+        if not inspect.isfunction(metric):
+            return metric
+
+        @functools.wraps(metric)
+        def values(y_true: Any, y_pred: Any) -> Any:
+            value = keras.ops.convert_to_tensor(metric(y_true, y_pred))
+            if len(value.shape):
+                return value
+            if metric.__name__ not in averaged:
+                averaged.append(metric.__name__)
+            return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
+
+        return values
 
     return replace(
         compiled,
@@ -67,19 +79,6 @@ def _each(function: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, Mapping) and "class_name" not in values:
         return {name: _each(function, one) for name, one in values.items()}
     return [_each(function, one) for one in values] if isinstance(values, (list, tuple)) else function(values)
-
-
-def _by_row(function: Any, averaged: list[str]) -> Any:
-    @functools.wraps(function)
-    def values(y_true: Any, y_pred: Any) -> Any:
-        value = keras.ops.convert_to_tensor(function(y_true, y_pred))
-        if len(value.shape):
-            return value
-        if function.__name__ not in averaged:
-            averaged.append(function.__name__)
-        return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
-
-    return values
 
 
 def weigh_means_by_row(model: Any, shares: Shares) -> None:

@@ -58,16 +58,9 @@ def dry_run(
 
     Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
     """
-    for name, value in (*training.model.named_parameters(), *training.model.named_buffers()):
-        if value.is_meta:
-            raise InvalidSettingsError(
-                f"{name} of the model is on the meta device, which holds no values to train; give a model on the CPU"
-            )
+    _check_parts(training)
     common.check_order(training)
     check_one_best(training.callbacks)
-    _warn_of_modes(training)
-    _check_tables(training)
-    _check_loss_parameters(training)
     if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(
             unconverted(training.model),
@@ -196,8 +189,13 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     return result, {"logged": logged, "paired": objective.paired}
 
 
-def _warn_of_modes(training: TorchTraining) -> None:
-    """Warn of parts of a model in training mode that are in eval mode and stay in it."""
+def _check_parts(training: TorchTraining) -> None:
+    """Raise InvalidSettingsError for parts of model and loss that cannot be trained, and warn of those in eval mode."""
+    for name, value in (*training.model.named_parameters(), *training.model.named_buffers()):
+        if value.is_meta:
+            raise InvalidSettingsError(
+                f"{name} of the model is on the meta device, which holds no values to train; give a model on the CPU"
+            )
     frozen = [name for name, each in training.model.named_modules() if not each.training]
     if training.model.training and frozen and not isinstance(training.train_fn, ModelStep):
         log.warning(
@@ -205,10 +203,6 @@ def _warn_of_modes(training: TorchTraining) -> None:
             "normalisation uses its running statistics. Call model.train() before fit if that is not meant",
             ", ".join([*frozen[:3], *["..."][: len(frozen) - 3]]),
         )
-
-
-def _check_tables(training: TorchTraining) -> None:
-    """Raise InvalidSettingsError for embeddings whose weights or gradients depend on all rows of a batch together."""
     for name, module in training.model.named_modules():
         for option, does in _OF_TABLES.items() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ():
             if getattr(module, option) and not training.loss_is_per_worker:
@@ -217,6 +211,16 @@ def _check_tables(training: TorchTraining) -> None:
                     f"which {does}; or set loss_is_per_worker=True to take it as it is: the result then depends on the "
                     "number of workers"
                 )
+    trained = {id(param) for param in training.model.parameters()}
+    for loss in as_list(training.loss):
+        own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        names = [name for name, param in own if param.requires_grad and id(param) not in trained]
+        if names:
+            raise InvalidSettingsError(
+                f"the loss {type(loss).__name__} has parameters of its own ({', '.join(names[:3])}), which would not "
+                "be trained: an estimator trains those of the model. Make the loss a module of the model, and give "
+                "train_fn, which calls both; or set requires_grad=False"
+            )
 
 
 def _check_forward_changes(
@@ -270,20 +274,6 @@ def _warn_of_buffers_by_rows(
         "forward changes these buffers by the rows that it is called with",
         "Set loss_is_per_worker=True",
     )
-
-
-def _check_loss_parameters(training: TorchTraining) -> None:
-    """Raise InvalidSettingsError if a loss has parameters of its own, which no optimizer would change."""
-    trained = {id(param) for param in training.model.parameters()}
-    for loss in as_list(training.loss):
-        own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-        names = [name for name, param in own if param.requires_grad and id(param) not in trained]
-        if names:
-            raise InvalidSettingsError(
-                f"the loss {type(loss).__name__} has parameters of its own ({', '.join(names[:3])}), which would not "
-                "be trained: an estimator trains those of the model. Make the loss a module of the model, and give "
-                "train_fn, which calls both; or set requires_grad=False"
-            )
 
 
 def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:

@@ -128,8 +128,6 @@ class ModuleTrainer:
         return self.num_training_batches * self.max_epochs
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         raise AttributeError(
             f"self.trainer.{name} does not exist in a training by ElasticTorchEstimator; there are current_epoch, "
             "global_step, max_epochs, num_training_batches, estimated_stepping_batches, and in the steps global_rank, "

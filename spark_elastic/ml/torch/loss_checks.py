@@ -228,9 +228,13 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
     def part_of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return of_batch(_cut(batch, start, stop))
 
-    def other() -> tuple[torch.Tensor, float]:
-        with _negated(model):
+    def other() -> tuple[torch.Tensor, float]:  # of the parameters with the opposite sign
+        params: list[torch.Tensor] = [each for each in model.parameters() if each.is_floating_point()]
+        torch._foreach_neg_(params)
+        try:
             return of_batch(batch)
+        finally:
+            torch._foreach_neg_(params)
 
     try:
         # Layers are in eval mode, because dropout and batch statistics differ between the whole and its parts. The
@@ -241,17 +245,6 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _negated(model: torch.nn.Module) -> Iterator[None]:
-    """Give the parameters of a model the opposite sign within the block."""
-    params: list[torch.Tensor] = [each for each in model.parameters() if each.is_floating_point()]
-    torch._foreach_neg_(params)
-    try:
-        yield
-    finally:
-        torch._foreach_neg_(params)
 
 
 def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:

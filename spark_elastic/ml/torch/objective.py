@@ -286,7 +286,13 @@ class Objective:
                     log.warning("the loss %s failed; %s", term.name, hint)
                 if not isinstance(error, IndexError):
                     raise
-                raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
+                if not term.of_classes or not label.numel():
+                    raise DataError(f"{term.name} of label_{at}: {error}") from error
+                raise DataError(
+                    f"{term.name}: label_{at} (label column number {at}, from 0) has values from {label.min().item()} "
+                    f"to {label.max().item()} in this batch, and output {at} is of shape {tuple(outputs[at].shape)}: "
+                    f"{error}"
+                ) from error
         return ForwardResult(outputs, batch.labels, [total for total, _ in pairs], [count for _, count in pairs])
 
     def hint(self, outputs: Sequence[Any]) -> str:
@@ -356,15 +362,6 @@ def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the label in this shape, if the two differ by a last axis of 1 alone; else as it is."""
     shape = tuple(shape)
     return label.reshape(shape) if shape in ((*label.shape, 1), label.shape[:-1]) and shape != label.shape else label
-
-
-def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
-    if not term.of_classes or not label.numel():
-        return f"{term.name} of label_{at}: {error}"
-    return (
-        f"{term.name}: label_{at} (label column number {at}, from 0) has values from {label.min().item()} to "
-        f"{label.max().item()} in this batch, and output {at} is of shape {tuple(output.shape)}: {error}"
-    )
 
 
 def outputs_of(value: Any) -> tuple[Any, ...]:

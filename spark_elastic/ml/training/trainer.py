@@ -213,8 +213,11 @@ class Trainer:
             call(view)
         measured = self.engine.step(batch, at, bool(view.stop_reason))
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
-        if loss is not None:
-            self._diverge(loss)
+        if loss is not None:  # all workers come here together, and no callback is called any more
+            self._caused_divergence = self.engine.has_local_non_finite_loss()
+            diverged = Diverged(at.step, at.epoch, loss)
+            state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
+            state.check_host_updates()
             return
         phase, stopped = TrainingPhase.TRAIN, at.stopped
         if measured.stop:
@@ -234,14 +237,6 @@ class Trainer:
         for call in self._on_batch_end:
             call(view)
         self._checkpoints.after_step(view)
-        state.check_host_updates()
-
-    def _diverge(self, loss: float) -> None:
-        """End the training after a step whose loss is not finite, which all workers see; no callback is called."""
-        state, at = self.state, self.state.at
-        self._caused_divergence = self.engine.has_local_non_finite_loss()
-        diverged = Diverged(at.step, at.epoch, loss)
-        state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
         state.check_host_updates()
 
     def _validate(self) -> None:
