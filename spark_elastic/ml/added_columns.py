@@ -31,9 +31,8 @@ class AddedColumn:
     """A column that `transform` adds.
 
     Attributes:
-        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made
-            of output 0 by `rule`.
-        as_vector: Store a Spark ML vector.
+        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made of
+            output 0 by `rule`.
     """
 
     name: str
@@ -41,7 +40,7 @@ class AddedColumn:
     output: int
     rule: str
     shape: OutputShape
-    as_vector: bool = False
+    as_vector: bool = False  # store a Spark ML vector
 
     def values(self, outputs: Sequence[Array]) -> Array:
         """Return the column's values, [rows, ...], given all outputs of the model, each [rows, ...]."""

@@ -67,11 +67,7 @@ class FitRun(ABC, Generic[T, M]):
 
     Attributes:
         cluster: The cluster of the fit; None if a launcher needs no Spark.
-        rows: The written rows.
-        store: The run folder.
         resume_from: Name of the checkpoint in it to resume from; None: train from the start.
-        training: The settings of the training for the workers.
-        trained: The results of the workers.
         seconds: The seconds that the parts of the fit took, by name.
     """
 
@@ -85,10 +81,10 @@ class FitRun(ABC, Generic[T, M]):
     dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
     """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
 
-    rows: Dataset
-    store: Store
-    training: T
-    trained: WorkerResults
+    rows: Dataset  # the written rows
+    store: Store  # the run folder
+    training: T  # the settings of the training for the workers
+    trained: WorkerResults  # the results of the workers
     _df: Any
     _tensors: Tensors
     _tried: DryRunResult

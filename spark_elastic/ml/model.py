@@ -28,29 +28,17 @@ from spark_elastic.wire.pickling import dumps
 
 @dataclass(frozen=True)
 class Fitted:
-    """The facts of a fit beside the weights.
+    """The facts of a fit beside the weights."""
 
-    Attributes:
-        inputs: The model's inputs, and the columns they came from.
-        outputs: The model's outputs that have a value for each row, for one row.
-        taken: Their positions among all that the model returns; empty if they are all.
-        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
-        history: The epochs of the fit.
-        events: The events of the fit's workers.
-        why_not: Why the model cannot be called with its inputs alone; "" if it can.
-        pad_to: Lengths that arrays are padded to, by input.
-        allow_nan: Inputs that may be NaN or infinite; True or False for all of them.
-    """
-
-    inputs: tuple[TensorField, ...]
-    outputs: tuple[OutputShape, ...]
-    rule: str | None = None
-    history: History = dataclasses.field(default_factory=History)
-    events: tuple[Mapping[str, Any], ...] = ()
-    why_not: str = ""
-    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    allow_nan: bool | Sequence[str] = False
-    taken: tuple[int, ...] = ()
+    inputs: tuple[TensorField, ...]  # the model's inputs, and the columns they came from
+    outputs: tuple[OutputShape, ...]  # the model's outputs that have a value for each row, for one row
+    rule: str | None = None  # the rule by which the loss makes a prediction of the first output; None if it has none
+    history: History = dataclasses.field(default_factory=History)  # the epochs of the fit
+    events: tuple[Mapping[str, Any], ...] = ()  # the events of the fit's workers
+    why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
+    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
+    allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
+    taken: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
 
     def to_json(self) -> dict[str, Any]:
         return {

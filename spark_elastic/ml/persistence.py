@@ -59,18 +59,12 @@ class Codec(Protocol):
 
 
 class SavedParts(NamedTuple):
-    """What a stage saves in addition to its settings.
+    """What a stage saves in addition to its settings."""
 
-    Attributes:
-        facts: Plain values for JSON.
-        objects: Values that need the framework's loader or a pickle.
-        running: Names of what in `files` runs code when it is loaded.
-    """
-
-    facts: Mapping[str, Any] = {}
+    facts: Mapping[str, Any] = {}  # plain values for JSON
     files: Mapping[str, bytes] = {}
-    objects: Mapping[str, Any] = {}
-    running: Sequence[str] = ()
+    objects: Mapping[str, Any] = {}  # values that need the framework's loader or a pickle
+    running: Sequence[str] = ()  # names of what in `files` runs code when it is loaded
 
 
 class Savable(MLWritable, MLReadable[Any]):

@@ -149,25 +149,21 @@ class Serving:
     is the function of `mapInArrow`, for versions of Spark without such UDFs: all columns go both ways.
 
     Attributes:
-        key: Key of the model in the cache of a Python worker.
-        model: Spark broadcast, or its equal on Spark Connect, of a pickled function that returns a `Predictor`.
-        names: Real names of the columns in their order, if the batches of `mapInArrow` have others.
         groups: The features in the order in which the UDF receives them; several may travel as one column.
         handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
             model's output is NaN.
-        taken: Positions of the outputs that have a value for each row; empty if all have.
     """
 
-    key: str
-    model: Any
+    key: str  # key of the model in the cache of a Python worker
+    model: Any  # Spark broadcast, or its equal on Spark Connect, of a pickled function that returns a `Predictor`
     inputs: tuple[Tensor, ...]
     added: tuple[AddedColumn, ...]
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
     groups: travel.Groups = ()
     handle_invalid: str = "error"
-    taken: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Transform the batches of one partition."""

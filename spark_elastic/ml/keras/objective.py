@@ -25,25 +25,19 @@ class Shares:
     """The part that some rows are of their global batch; numbers, or tensors while a graph is traced.
 
     Attributes:
-        rows: the number of these rows, `count`, divided by the rows of the batch.
-        totals: the denominator of each loss in the whole batch; [] if these rows are the whole batch.
-        terms: the number of losses.
         counted: the numbers of the losses whose denominators have to be counted, once a step is traced.
-        scalars: the numbers of the losses that return one value for all rows.
-        values: the value of each loss for these rows, by its number.
         counts: the denominator of each counted loss in these rows, by its number.
-        building: losses return zero, because only the structure of the model's losses is needed.
     """
 
     count: Any = 1.0
-    rows: Any = 1.0
-    totals: Sequence[Any] = ()
-    terms: int = 0
+    rows: Any = 1.0  # the number of these rows, `count`, divided by the rows of the batch
+    totals: Sequence[Any] = ()  # the denominator of each loss in the whole batch; [] if these rows are the whole batch
+    terms: int = 0  # the number of losses
     counted: set[int] = field(default_factory=set)
-    scalars: set[int] = field(default_factory=set)
-    values: dict[int, Any] = field(default_factory=dict)
+    scalars: set[int] = field(default_factory=set)  # the numbers of the losses that return one value for all rows
+    values: dict[int, Any] = field(default_factory=dict)  # the value of each loss for these rows, by its number
     counts: dict[int, Any] = field(default_factory=dict)
-    building: bool = False
+    building: bool = False  # losses return zero, because only the structure of the model's losses is needed
 
     @contextmanager
     def for_part(self, part: Any) -> Iterator[None]:

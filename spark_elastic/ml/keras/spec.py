@@ -30,15 +30,13 @@ class KerasTraining(Training):
     """One training of a Keras model; `Training` describes the settings that every framework has.
 
     Attributes:
-        model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
         optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
-        callbacks: a list of this package's callbacks and of `keras.callbacks.Callback`.
         config: global settings of Keras by name, such as "floatx", as they are where the model was made.
     """
 
-    model: KerasPickle
+    model: KerasPickle  # a built `keras.Model`, without the arguments that it was compiled with
     compiled: KerasPickle
     optimizer_values: Sequence[Any] | None = None
-    callbacks: KerasPickle | None = None
+    callbacks: KerasPickle | None = None  # a list of this package's callbacks and of `keras.callbacks.Callback`
     config: Mapping[str, Any] = field(default_factory=dict)

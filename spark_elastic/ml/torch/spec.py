@@ -39,8 +39,6 @@ class TorchTraining(Training):
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
         metrics: metrics by name. With several outputs, output and label are tuples; (index, metric) is for one output.
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
-        paired: train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet.
-        virtual_workers: None: the workers share each batch.
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
     """
 
@@ -55,8 +53,8 @@ class TorchTraining(Training):
     scheduler_monitor: str | None = None
     callbacks: Sequence[Callback] = ()
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
-    paired: bool | None = None
-    virtual_workers: int | None = None
+    paired: bool | None = None  # train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet
+    virtual_workers: int | None = None  # None: the workers share each batch
     generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
 

@@ -26,14 +26,12 @@ class CheckpointPlan:
     """When durable checkpoints are written, and which are kept.
 
     Attributes:
-        every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
-        every_seconds: Write one when this time has passed since the last.
         keep: Number of the newest checkpoints that are kept, besides the best epoch's by the column `best_of` and its
             `mode` (see `callbacks.Monitor`).
     """
 
-    every_epochs: int | None = 1
-    every_seconds: float | None = None
+    every_epochs: int | None = 1  # write one at the end of every n-th epoch; None: not at the end of epochs
+    every_seconds: float | None = None  # write one when this time has passed since the last
     keep: int = 3
     best_of: str | None = None
     mode: str = "auto"
@@ -47,20 +45,16 @@ class Training:
     here are settings of the estimators, see `ml.shared_params`, or arguments of `data.reader.BatchReader`.
 
     Attributes:
-        dataset: The rows to train on; its split "validation", if it has one, is evaluated after every epoch.
-        store: The folder of this run, for the trained model, the history and the checkpoints.
         accumulation, clip_norm, clip_value, compression: `accumulation_steps`, `gradient_clip_norm` and so on.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
-        checkpoints: None: only checkpoints that callbacks request are written.
-        resume_from: Name of the checkpoint to resume from.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
-        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs,
-            and no worker waits; None: there are none.
+        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs, and
+            no worker waits; None: there are none.
     """
 
-    dataset: Dataset
-    store: Store
+    dataset: Dataset  # the rows to train on; its split "validation", if it has one, is evaluated after every epoch
+    store: Store  # the folder of this run, for the trained model, the history and the checkpoints
     transformation_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     batch_size: int | None = None
     per_worker_batch_size: int | None = None
@@ -73,8 +67,8 @@ class Training:
     clip_value: float | None = None
     compression: str = "none"
     sync_batch_norm: bool = True
-    checkpoints: CheckpointPlan | None = None
-    resume_from: str | None = None
+    checkpoints: CheckpointPlan | None = None  # None: only checkpoints that callbacks request are written
+    resume_from: str | None = None  # name of the checkpoint to resume from
     fence: Fence | None = None
     device: str | None = None
     num_threads: int | None = None
@@ -144,31 +138,24 @@ class Progress:
     The plain part of a training's state; the tensors are in the model and the optimizer.
 
     Attributes:
-        position: Rows of the epoch's order that were trained on.
-        serial: Steps and validation turns so far; orders checkpoints by age.
         sums: Sums over this epoch's steps, as the engine measures them; `pieces` are their metric states.
-        val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
-        began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
-        stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
-        best_epoch: The epoch whose weights are kept as the best.
-        diverged: Set when the training ends without a model. Never in a checkpoint.
     """
 
     phase: TrainingPhase = TrainingPhase.TRAIN
     epoch: int = 0
-    position: int = 0
+    position: int = 0  # rows of the epoch's order that were trained on
     step: int = 0
-    serial: int = 0
+    serial: int = 0  # steps and validation turns so far; orders checkpoints by age
     sums: Sums = field(default_factory=lambda: np.zeros(0))
     pieces: tuple[Piece, ...] = ()
-    val_position: int = 0
+    val_position: int = 0  # rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them
     val_sums: Sums = field(default_factory=lambda: np.zeros(0))
     val_pieces: tuple[Piece, ...] = ()
-    began: float | None = None
+    began: float | None = None  # start of the epoch, in seconds since 1970 by the clock of rank 0; None before it
     history: History = field(default_factory=History)
-    stopped: str = ""
-    best_epoch: int | None = None
-    diverged: Diverged | None = None
+    stopped: str = ""  # why this epoch is the last one, if it is not the last by number; otherwise ""
+    best_epoch: int | None = None  # the epoch whose weights are kept as the best
+    diverged: Diverged | None = None  # set when the training ends without a model. Never in a checkpoint
 
     def __deepcopy__(self, memo: Any) -> Progress:
         return self  # the state is copied after every step, and nothing in here is ever changed
@@ -211,18 +198,14 @@ class TrainingResult:
     """The result of a training in one worker; equal in all workers but for the clock and where stated.
 
     Attributes:
-        stopped: Why the training ended before the last epoch; "" otherwise.
-        restored: The epoch whose weights the trained model has; None: those of the last step.
-        diverged: Why there is no trained model.
-        caused_divergence: The non-finite loss came from this worker's own rows; differs between workers.
         unsaved: Files by name that rank 0 could not write to the store; empty in other workers.
     """
 
     history: History
     steps: int
     epochs: int
-    stopped: str = ""
-    restored: int | None = None
-    diverged: Diverged | None = None
-    caused_divergence: bool = False
+    stopped: str = ""  # why the training ended before the last epoch; "" otherwise
+    restored: int | None = None  # the epoch whose weights the trained model has; None: those of the last step
+    diverged: Diverged | None = None  # why there is no trained model
+    caused_divergence: bool = False  # the non-finite loss came from this worker's own rows; differs between workers
     unsaved: Mapping[str, bytes] = field(default_factory=dict)
