@@ -97,7 +97,6 @@ def suits(rule: str, shape: tuple[int, ...]) -> bool:
 
 
 def spark_type(column: AddedColumn) -> Any:
-    """Return the Spark DataType of the column."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
 

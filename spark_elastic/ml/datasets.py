@@ -42,7 +42,6 @@ class SharedDatasets:
             return self._datasets[key]
 
     def done(self) -> None:
-        """End one of the fits."""
         with self._lock:
             self._fits_left -= 1
             if self._fits_left == 0:

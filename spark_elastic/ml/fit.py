@@ -106,7 +106,6 @@ class FitRun(ABC, Generic[T, M]):
         self._exits.__exit__(kind, error, at)
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting, or its default."""
         return self._settings.getOrDefault(name)
 
     @property
@@ -405,7 +404,6 @@ class FitRun(ABC, Generic[T, M]):
             session.note_events(self._events)
 
     def _call(self, *arguments: Any) -> RunCall:
-        """Return the call of `run` for the workers."""
         options = dict(self._run_options)
         if self.worker_env:
             options["env"] = {**self.worker_env, **(options.get("env") or {})}

@@ -41,12 +41,10 @@ def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
 
 
 def whole(at_least: int) -> Callable[[str, int], int]:
-    """Return a converter to an int with a lower bound."""
     return lambda name, value: whole_number(name, value, at_least)
 
 
 def real(*, above: float | None = None, at_least: float | None = None) -> Callable[[str, float], float]:
-    """Return a converter to a finite float with a lower bound."""
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least is not None else ""
 
     def convert(name: str, value: Any) -> float:
@@ -72,7 +70,6 @@ def accepting(wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any],
 
 
 def one_of(*choices: str) -> Converter:
-    """Return a converter that accepts one of the choices."""
     return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
 
@@ -96,14 +93,12 @@ dictionary: Callable[[str, Mapping[str, Any]], dict[str, Any]] = accepting(
 
 
 def path(name: str, value: str | os.PathLike[str], wanted: str = "a path or a URI") -> str:
-    """Convert a path or URI to text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise _wrong(name, wanted, value)
     return str(value)
 
 
 def location(name: str, value: str | os.PathLike[str] | Store) -> Any:
-    """Accept a path, a URI, or a `Store`."""
     return value if isinstance(value, (Store, os.PathLike)) else path(name, value, "a path, a URI or a Store")
 
 
@@ -121,7 +116,6 @@ def names(name: str, value: str | Sequence[str]) -> list[str]:
 
 
 def names_or_none(name: str, value: str | Sequence[str]) -> list[str]:
-    """Convert as `names`, but accept an empty list."""
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
 
 
@@ -170,7 +164,6 @@ def numbers_list(name: str, value: Any) -> list[float]:
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
-    """Convert to a fraction of the rows, or a column's name."""
     if isinstance(value, str) and value:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -184,8 +177,6 @@ def fraction_or_column(name: str, value: Any) -> float | str:
 
 
 def options(known: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
-    """Return a converter that accepts a dict whose keys are among `known`."""
-
     def convert(name: str, value: Any) -> dict[str, Any]:
         given: dict[str, Any] = dictionary(name, value)
         for key in given:
@@ -397,11 +388,9 @@ class ElasticParams(Params):
         return that
 
     def _given(self, name: str) -> Any:
-        """Return the value of a setting, or its default."""
         return self.getOrDefault(name)
 
     def _is_given(self, name: str) -> bool:
-        """Return whether a setting is set to a value other than None."""
         return bool(self.isSet(name)) and self._given(name) is not None
 
     def _check_together(self) -> None:

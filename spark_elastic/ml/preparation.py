@@ -56,7 +56,6 @@ def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None
 
 
 def flat_names(names: Sequence[Any]) -> list[str]:
-    """Return the column names in a list of names or of lists of names."""
     return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
@@ -229,7 +228,6 @@ def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
 
 
 def ragged_column_error(name: str, value: Any) -> DataError:
-    """Return the error for a column of which no tensor can be made."""
     return DataError(
         f"{name} holds {type(value).__name__} values of variable length, which no model can take; make arrays of them "
         "in transformation_fn"

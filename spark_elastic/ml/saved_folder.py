@@ -71,7 +71,6 @@ class StoreFolder(_Folder):
         self._store.delete()
 
     def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Write the metadata of a stage, as Spark ML does."""
         text = DefaultParamsWriter._get_metadata_to_save(instance, self._spark, dict(extra), dict(settings))
         self._store.write_bytes(f"{_METADATA}/part-00000", text.encode() + b"\n")
         self._store.write_bytes(f"{_METADATA}/_SUCCESS", b"")

@@ -166,7 +166,6 @@ class Serving:
     taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Transform the batches of one partition."""
         import pyarrow as pa
 
         read = FeatureReader(self.inputs)

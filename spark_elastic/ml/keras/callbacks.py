@@ -165,7 +165,6 @@ class KerasCallbacks:
 
     @contextmanager
     def test_batch(self, number: int) -> Iterator[None]:
-        """Call the callbacks before and after a batch of a validation."""
         for one in self._of_test_batches:
             one.call(one.run, "on_test_batch_begin", number)
         yield
@@ -216,7 +215,6 @@ def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) ->
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise InvalidSettingsError if a value is not a callback of this package or of Keras."""
     names = "spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback"
     check_kinds(callbacks, (Callback, keras.callbacks.Callback), names)
 

@@ -194,7 +194,6 @@ def values_of(optimizer: Any) -> list[Any] | None:
 
 
 def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any] | None) -> None:
-    """Compile a model with the arguments of `compiled_with` and the optimizer's values of `values_of`."""
     model.compile(**arguments)
     if values is not None:
         build_optimizer(model, values)

@@ -40,10 +40,7 @@ _DRAWS = 4  # the number of times that a random loss is computed
 def dry_run(
     training: KerasTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
 ) -> DryRunResult:
-    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
-
-    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
-    """
+    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does."""
     common.check_order(training)
     training = common.round_trip_pickle(training)
     batch = first_rows(training, common.ROWS)
@@ -203,7 +200,6 @@ def _shapes(ready: PreparedModel, arrays: Sequence[Any]) -> str:
 
 
 def _step(training: KerasTraining, ready: PreparedModel, batch: Batch) -> Sums:
-    """Do a step and return the sums of its losses and metrics."""
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
     optimizer, metrics = ready.model.optimizer, ready.metrics
@@ -328,7 +324,6 @@ def _check_columns(training: KerasTraining, ready: PreparedModel, sums: Sums, ca
 
 
 def _check_monitor(callback: Any, model: Any, names: Sequence[str]) -> None:
-    """Raise InvalidSettingsError if a callback of Keras monitors a value that is not in the logs."""
     kind, monitor = type(callback).__name__, getattr(callback, "monitor", None)
     if isinstance(monitor, str) and monitor not in names and monitor != "learning_rate":
         have = f"{', '.join(names)}{validation_hint(monitor, names)}"

@@ -135,7 +135,6 @@ class KerasEngine(Engine):
         return Measured(numbers[:-1], (), bool(numbers[-1]))
 
     def undo_step(self) -> None:
-        """Undo a step whose collective failed; it will be repeated."""
         if self._stepping:
             self._stepping = False
             self._graphs.undo_step()
@@ -236,7 +235,6 @@ class EngineSteps(OptimizerSteps):
 
 
 def assemble(training: KerasTraining) -> Trainer:
-    """Build the trainer of this worker; raise as `training.train` does."""
     ready = prepare(training)
     given = training.callbacks.load() if training.callbacks is not None else []
     callbacks = [*adapt_callbacks(given, training, ready.model), *training.plan_callbacks()]

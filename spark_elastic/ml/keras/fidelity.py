@@ -19,7 +19,6 @@ def adapters_of(model: Any) -> list[tuple[int, Any, list[Array]]]:
 
 
 def restore_adapters(model: Any, adapters: Sequence[tuple[int, Any, Sequence[Array]]]) -> None:
-    """Give a model what `adapters_of` has returned of its original."""
     layers = list(model._flatten_layers()) if adapters else []
     for at, alpha, values in adapters:
         layers[at].lora_alpha = alpha

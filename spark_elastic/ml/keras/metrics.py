@@ -145,7 +145,6 @@ class KerasMetricAccumulator(MetricAccumulator):
         self.restore(self._first)
 
     def snapshot(self) -> list[Any]:
-        """Return the present values of the variables, for `restore`."""
         return [variable.value.read_value() for variable in self._variables]
 
     def restore(self, values: Sequence[Any]) -> None:
@@ -222,7 +221,6 @@ def _loss_first(logs: dict[str, float]) -> dict[str, float]:
 
 
 def _is_of_keras(step: Any) -> bool:
-    """Return whether a train_step or test_step is Keras's own, and not a user's."""
     return str(step.__func__.__module__).partition(".")[0] == "keras"
 
 

@@ -119,7 +119,6 @@ def load_object(config: Any, custom_objects: Mapping[str, Any], patterns: Sequen
 
 
 def load_layer(config: Any, custom_objects: Mapping[str, Any], flags: Any, weights: Sequence[Any]) -> Any:
-    """Load a pickled layer that is built, with its weights."""
     from spark_elastic.ml.keras.serialization import Flags
 
     with Flags(*flags).creating():

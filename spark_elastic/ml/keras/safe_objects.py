@@ -69,7 +69,6 @@ def loads(file: bytes) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """Return a pickle of the value, with the user's classes and functions in it."""
     return pickling.dumps(value, compiled=True)
 
 

@@ -244,7 +244,6 @@ class StepGraphs:
         return self._finish(grads, returned, rows, of_step)
 
     def undo_step(self) -> None:
-        """Undo the changes of a failed step's forward pass."""
         for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)
 
@@ -275,7 +274,6 @@ def buffers_of(model: Any) -> list[Any]:
 
 
 def seeds_of(model: Any) -> list[Any]:
-    """Return the states of the model's random generators."""
     known = {id(each) for each in model.weights}
     return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
 

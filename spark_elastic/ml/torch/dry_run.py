@@ -54,10 +54,7 @@ _GLOBAL_HOOKS = re.compile(r"_global_(optimizer_|forward_|backward_)(pre_|post_)
 def dry_run(
     training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
 ) -> DryRunResult:
-    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
-
-    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
-    """
+    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does."""
     _check_parts(training)
     common.check_order(training)
     check_one_best(training.callbacks)

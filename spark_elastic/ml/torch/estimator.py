@@ -223,7 +223,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
 
     def _check_exact(self) -> None:
-        """Raise `InvalidSettingsError` for a setting with which results depend on the number of workers."""
         for name, neutral, advice in (
             ("per_worker_batch_size", None, "set batch_size, the rows of all workers together"),
             ("gradient_compression", "none", "leave gradients as they are"),

@@ -93,6 +93,5 @@ def _name(hook: Any) -> str:
 
 
 def _group(group: Mapping[str, Any], first: Mapping[int, str]) -> dict[str, Any]:
-    """Return the options of a parameter group, and the paths of its parameters."""
     plain = {name: each for name, each in group.items() if isinstance(each, (bool, int, float, str, type(None), tuple))}
     return {**dict.fromkeys(group), **plain, "params": [first.get(id(param), "") for param in group["params"]]}

@@ -108,7 +108,6 @@ class ModuleTrainer:
         self._steps_an_epoch = steps_an_epoch
 
     def update(self, position: StepPosition, training: bool) -> None:
-        """Set the progress of the training, which differs between steps."""
         self.current_epoch, self.global_step = position.epoch, position.step
         self.global_rank, self.world_size, self.is_global_zero = position.rank, position.size, position.rank == 0
         self.local_rank = position.local_rank

@@ -111,7 +111,6 @@ def _other_outputs(output: Any, odd: torch.Tensor) -> Any:
 
 
 def _of_rows(label: Any, numbers: torch.Tensor) -> Any:
-    """Return a label with the same number in all elements of a row."""
     if not isinstance(label, torch.Tensor) or label.shape[:1] != numbers.shape:
         return label
     return numbers.reshape(-1, *[1] * (label.dim() - 1)).to(label.dtype).expand(label.shape).clone()

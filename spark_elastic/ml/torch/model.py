@@ -84,7 +84,6 @@ class ElasticTorchModel(ElasticModel):
 
 
 def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:
-    """Load a module on an executor's device."""
     torch.set_num_threads(threads)
     try:
         return TorchPredictor(module.to(transform_device).eval(), transform_device)

@@ -262,7 +262,6 @@ class Objective:
             each.training = False
 
     def prepare(self, model: torch.nn.Module, position: StepPosition) -> None:
-        """Prepare a `ModelStep` for the next calls of `forward`."""
         if self._step is not None:
             self._step.prepare(model, position)
 

@@ -84,7 +84,6 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Raise InvalidSettingsError if the optimizer has parameters that are not the model's."""
     own = {id(param) for param in model.parameters()}
     foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
     if foreign:

@@ -29,7 +29,6 @@ def train(training: TorchTraining) -> TrainingResult:
 
 
 def assemble(training: TorchTraining) -> Trainer:
-    """Build the trainer of this worker; raise as `train` does."""
     callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine

@@ -151,7 +151,6 @@ def rows_of_losses(bytes_a_row: int, least: int) -> int:
 
 
 def check_order(training: Training) -> None:
-    """Raise InvalidSettingsError if the order of the rows does not go with the other settings."""
     dataset, limit = training.dataset, training.cache_bytes
     resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=limit)
     if not dataset.store.is_local and limit is not None:  # workers read both splits, the second in order of the files
@@ -162,7 +161,6 @@ def check_order(training: Training) -> None:
 
 
 def check_metric_names(metrics: Iterable[str]) -> None:
-    """Raise InvalidSettingsError if a metric has the name of another column of the history."""
     for name in metrics:
         if name in (*FACTS, "loss") or name.startswith("val_"):
             raise InvalidSettingsError(

@@ -113,7 +113,6 @@ class Engine(ABC):
     def learning_rate(self) -> float: ...
 
     def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size for the steps in a new world."""
         self._rank, self._size = rank, size
 
     @property
@@ -237,12 +236,10 @@ def host_cores(quota: Path = _CPU_QUOTA) -> int:
 
 
 def threads_for(requested: int | None, cores: int, workers: int) -> int:
-    """Return the requested number of threads, or an equal share of the host's cores, at least one."""
     return requested or max(1, cores // workers)
 
 
 def first_rows(training: Training, rows: int) -> Batch:
-    """Read the first rows of the training dataset, in the order of its files."""
     cache: dict[str, Any] = {"cache_dir": training.cache_dir, "cache_bytes": training.cache_bytes}
     with training.dataset.reader("train", batch_size=rows, shuffle=False, prefetch=0, **cache) as reader:
         return next(iter(reader.epoch(0)))

@@ -182,5 +182,4 @@ class EpochRows:
 
 
 def loss_and_metrics(row: Row) -> dict[str, float]:
-    """Return the loss and the metrics in a row of the history."""
     return {name: float(value) for name, value in row.items() if name not in FACTS and value is not None}

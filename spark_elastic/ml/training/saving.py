@@ -67,7 +67,6 @@ class CheckpointSchedule:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Start the clock of `every_seconds`."""
         self._last = clock.monotonic()
 
     def after_step(self, run: RunView) -> None:
@@ -166,7 +165,6 @@ class CallbackStates:
 
 
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
-    """Return the states of the callbacks as they are written to a checkpoint."""
     return [{"class": _class_name(each), "state": dict(each.state_dict())} for each in callbacks]
 
 

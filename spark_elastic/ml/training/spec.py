@@ -84,11 +84,9 @@ class Training:
 
     @property
     def validates(self) -> bool:
-        """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
 
     def plan_callbacks(self) -> list[Callback]:
-        """Return the callbacks that carry out the checkpoint plan."""
         plan = self.checkpoints
         if plan is None or plan.best_of is None:
             return []

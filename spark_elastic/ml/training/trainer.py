@@ -102,8 +102,6 @@ class Trainer:
         self._reader("train").preload()
 
     def run(self) -> TrainingResult:
-        """Do the training, through any number of worlds."""
-
         def loop(state: TrainingState) -> TrainingResult:
             self.run_in_world()
             return self._result()
@@ -165,7 +163,6 @@ class Trainer:
 
     @property
     def _batch_size(self) -> int:
-        """Rows of a global batch in this world."""
         return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.view.size
 
     def _reader(self, split: str) -> BatchReader:
@@ -187,7 +184,6 @@ class Trainer:
         return self._readers[split]
 
     def _train(self) -> None:
-        """Do the remaining steps of the epoch."""
         state = self.state
         if state.at.began is None:
             if state.at.position == 0:
@@ -240,7 +236,6 @@ class Trainer:
         state.check_host_updates()
 
     def _validate(self) -> None:
-        """Evaluate the remaining rows of the validation split."""
         state = self.state
         if state.at.val_position == 0:
             self.engine.share_buffers()
