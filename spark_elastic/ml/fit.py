@@ -64,11 +64,6 @@ class FitRun(ABC, Generic[T, M]):
 
     The steps, in order: `check` and `materialise`, or `check_stored` for rows that were written before; then `dry_run`,
     `train` and `load`. A framework's subclass says how it trains; `given` is the value of a setting.
-
-    Attributes:
-        cluster: The cluster of the fit; None if a launcher needs no Spark.
-        resume_from: Name of the checkpoint in it to resume from; None: train from the start.
-        seconds: The seconds that the parts of the fit took, by name.
     """
 
     deciding: ClassVar[tuple[str, ...]] = (
@@ -92,9 +87,9 @@ class FitRun(ABC, Generic[T, M]):
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
         self._settings = settings
         self._shared = shared  # the datasets of the other fits of the same `fitMultiple`
-        self.cluster: Cluster | None = None
-        self.resume_from: str | None = None
-        self.seconds: dict[str, float] = {}
+        self.cluster: Cluster | None = None  # None also if a launcher needs no Spark
+        self.resume_from: str | None = None  # the name of a checkpoint
+        self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
         self._events: list[dict[str, Any]] = []
         self._exits = contextlib.ExitStack()

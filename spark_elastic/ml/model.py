@@ -134,8 +134,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         # By application and settings: the key of the executors' caches, and the broadcast. Copies share it.
         self._shipments: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
-    # --- for frameworks ---------------------------------------------------------------------------
-
     def _predictor(self) -> Callable[[], Predictor]:
         """Return the function that is sent to executors to load the model there."""
         raise NotImplementedError
@@ -143,8 +141,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def _batch_size(self) -> int:
         """Return the rows to put through the model at once, unless `transform_batch_size` is set."""
         return 4096
-
-    # --- for users --------------------------------------------------------------------------------
 
     @property
     def history(self) -> History:
@@ -257,8 +253,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         # on the way to the executors; the result's columns are matched by position.
         plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
-
-    # --- settings and model together --------------------------------------------------------------
 
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spark_elastic.data.columns import INTEGERS, REALS, TEXTS, TIMES, element_type, find_column
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import TensorField
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.data.manifest import TensorField
-    from spark_elastic.data.reader import Batch
-    from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.training.spec import Training
 
 INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"
 """Names of tensors: INPUT and LABEL are followed by a number."""

@@ -11,17 +11,15 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
-
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -147,11 +147,6 @@ class Serving:
 
     `as_lists` is an Arrow UDF: only the features go to Python, and only what is added comes back. Calling the object
     is the function of `mapInArrow`, for versions of Spark without such UDFs: all columns go both ways.
-
-    Attributes:
-        groups: The features in the order in which the UDF receives them; several may travel as one column.
-        handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
-            model's output is NaN.
     """
 
     key: str  # key of the model in the cache of a Python worker
@@ -161,7 +156,7 @@ class Serving:
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
-    groups: travel.Groups = ()
+    groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
     taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 

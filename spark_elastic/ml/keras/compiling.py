@@ -19,8 +19,6 @@ from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableEr
 from spark_elastic.ml.keras.serialization import Flags, architecture, check_config, custom_names, custom_objects_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER
 
-# --- inputs and outputs -------------------------------------------------------------------------------
-
 _MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
@@ -149,9 +147,6 @@ def build_for(
     return copied
 
 
-# --- the arguments of compile -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileArguments:
     """The arguments of `keras.Model.compile`. Without a loss, the model adds its own."""
@@ -234,9 +229,6 @@ def _optimizer_of(given: Any) -> Any:
             f"optimizer must be a keras.optimizers.Optimizer, its name or its configuration, not {given!r}{hint}"
         )
     return given
-
-
-# --- known losses: how they read labels, and how a prediction follows from an output ------------------
 
 
 class KerasLossKind(NamedTuple):

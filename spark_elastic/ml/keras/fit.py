@@ -170,14 +170,11 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
         effective = {name: getattr(compiled, name) for name in ("optimizer", "loss", "loss_weights")}
         return {
             **super().identity(),
-            **{name: self._described_value(value) for name, value in effective.items() if value is not None},
+            **{name: described(comparable_config(value)) for name, value in effective.items() if value is not None},
         }
 
     def described(self, name: str) -> str:
-        return self._described_value(self._settings.getOrDefault(name))
-
-    def _described_value(self, value: Any) -> str:
-        return described(comparable_config(value))
+        return described(comparable_config(self._settings.getOrDefault(name)))
 
 
 def _no_model(given: Any) -> str:

@@ -22,21 +22,16 @@ SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
 
 @dataclass
 class Shares:
-    """The part that some rows are of their global batch; numbers, or tensors while a graph is traced.
-
-    Attributes:
-        counted: the numbers of the losses whose denominators have to be counted, once a step is traced.
-        counts: the denominator of each counted loss in these rows, by its number.
-    """
+    """The part that some rows are of their global batch; numbers, or tensors while a graph is traced."""
 
     count: Any = 1.0
     rows: Any = 1.0  # the number of these rows, `count`, divided by the rows of the batch
     totals: Sequence[Any] = ()  # the denominator of each loss in the whole batch; [] if these rows are the whole batch
     terms: int = 0  # the number of losses
-    counted: set[int] = field(default_factory=set)
+    counted: set[int] = field(default_factory=set)  # the losses whose denominators are counted, once a step is traced
     scalars: set[int] = field(default_factory=set)  # the numbers of the losses that return one value for all rows
     values: dict[int, Any] = field(default_factory=dict)  # the value of each loss for these rows, by its number
-    counts: dict[int, Any] = field(default_factory=dict)
+    counts: dict[int, Any] = field(default_factory=dict)  # the denominator of each counted loss in these rows
     building: bool = False  # losses return zero, because only the structure of the model's losses is needed
 
     @contextmanager

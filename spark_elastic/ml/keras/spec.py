@@ -27,16 +27,10 @@ def global_config() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KerasTraining(Training):
-    """One training of a Keras model; `Training` describes the settings that every framework has.
-
-    Attributes:
-        compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
-        optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
-        config: global settings of Keras by name, such as "floatx", as they are where the model was made.
-    """
+    """One training of a Keras model; `Training` describes the settings that every framework has."""
 
     model: KerasPickle  # a built `keras.Model`, without the arguments that it was compiled with
-    compiled: KerasPickle
-    optimizer_values: Sequence[Any] | None = None
+    compiled: KerasPickle  # `CompileArguments`. Labels belong to the outputs that have a loss, in their order
+    optimizer_values: Sequence[Any] | None = None  # of its variables, in their order, if it has done steps already
     callbacks: KerasPickle | None = None  # a list of this package's callbacks and of `keras.callbacks.Callback`
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # global settings of Keras by name, such as "floatx"

@@ -45,18 +45,14 @@ class LoggedValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The outputs, labels and losses of one forward pass.
-
-    Attributes:
-        rule: the rule for a prediction from the first output, if the model decides it; see `objective.rule`.
-    """
+    """The outputs, labels and losses of one forward pass."""
 
     outputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     sums: list[torch.Tensor]  # the sum of each loss over the rows: scalars with a graph
     counts: list[float]  # the denominator of each sum's mean: the rows, or what the loss divides by instead
     logged: Mapping[LoggedName, LoggedValue] = field(default_factory=dict)  # values that the model has logged
-    rule: str | None = None
+    rule: str | None = None  # the rule for a prediction from the first output, if the model decides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +103,12 @@ def summed(
 
 
 class ModelStep(ABC):
-    """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well.
-
-    Attributes:
-        label_dtype: the type that the model needs for labels that are numbers; None: as in their columns.
-    """
+    """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well."""
 
     name = "the model and its loss"  # what an error calls the step
     decides: tuple[str, ...] = ()  # the settings that the model decides, which must not be set
     makes_optimizer = False  # `configured` returns an optimizer
-    label_dtype: str | None = None
+    label_dtype: str | None = None  # the type of labels that are numbers; None: as in their columns
     exact = False  # a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:

@@ -39,8 +39,6 @@ from spark_elastic.ml.training.engine import first_rows
 
 log = logging.getLogger("spark_elastic.ml")
 
-# --- batches --------------------------------------------------------------------------------------
-
 
 class BatchMaker:
     """A converter of a reader's batches to `TorchBatch`, one for each part of gradient accumulation."""
@@ -82,8 +80,6 @@ def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
     inputs, labels = (tuple(numbered(prefix, tensors)) for prefix in (INPUT, LABEL))
     return TorchBatch(inputs, labels, tensors.get(WEIGHT), rows, tensors)
 
-
-# --- known losses: how they read labels, and how a prediction follows from an output ---------------
 
 _RULES: Mapping[Any, str] = {
     **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss), "argmax"),
@@ -140,9 +136,6 @@ def label_dtype(loss: Any) -> str | None:
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
-
-
-# --- losses as sums -------------------------------------------------------------------------------
 
 
 class LossTerm:

@@ -8,20 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
+from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
-from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
-
-if TYPE_CHECKING:
-    from spark_elastic.data.reader import Batch
-    from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training, add_sums
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

@@ -6,18 +6,14 @@ import contextlib
 import json
 import math
 import threading
-from typing import TYPE_CHECKING
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
-from spark_elastic.ml.training.spec import Progress, TrainingPhase
+from spark_elastic.ml.training.engine import Engine, TrainingState
+from spark_elastic.ml.training.spec import Progress, Training, TrainingPhase
 from spark_elastic.reporting.history import FACTS, History, Row
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from spark_elastic.wire.worker_link import WorkerLink
-
-if TYPE_CHECKING:
-    from spark_elastic.ml.training.engine import Engine, TrainingState
-    from spark_elastic.ml.training.spec import Training
 
 REPORT_INTERVAL_S = 0.25  # time between two reports. A person sees no more, and a report costs well below a millisecond
 CLOSE_TIMEOUT_S = 1.0  # longest wait for the last report at the end of a training

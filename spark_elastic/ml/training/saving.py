@@ -6,11 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.collective.process import process
 from spark_elastic.data.reader import resolve_order, window_settings_of
+from spark_elastic.data.store import Store
 from spark_elastic.elastic.finish import loops
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
@@ -30,9 +31,6 @@ from spark_elastic.runs.checkpoints import (
 )
 from spark_elastic.runs.lease import RunMissingError
 from spark_elastic.wire.worker_link import notify
-
-if TYPE_CHECKING:
-    from spark_elastic.data.store import Store
 
 log = logging.getLogger("spark_elastic.ml")
 

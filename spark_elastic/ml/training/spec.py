@@ -5,35 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.reporting.history import History
-
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.data.store import Store
-    from spark_elastic.runs.lease import Fence
+from spark_elastic.runs.lease import Fence
 
 HISTORY_FILE = "history.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    """When durable checkpoints are written, and which are kept.
-
-    Attributes:
-        keep: Number of the newest checkpoints that are kept, besides the best epoch's by the column `best_of` and its
-            `mode` (see `callbacks.Monitor`).
-    """
+    """When durable checkpoints are written, and which are kept."""
 
     every_epochs: int | None = 1  # write one at the end of every n-th epoch; None: not at the end of epochs
     every_seconds: float | None = None  # write one when this time has passed since the last
-    keep: int = 3
-    best_of: str | None = None
+    keep: int = 3  # this many of the newest, besides the best epoch's
+    best_of: str | None = None  # the column by which an epoch is best; `mode` is as of `callbacks.Monitor`
     mode: str = "auto"
 
 
@@ -134,9 +127,6 @@ class Progress:
     """How far a training has come: one immutable value, replaced after each step and each turn of a validation.
 
     The plain part of a training's state; the tensors are in the model and the optimizer.
-
-    Attributes:
-        sums: Sums over this epoch's steps, as the engine measures them; `pieces` are their metric states.
     """
 
     phase: TrainingPhase = TrainingPhase.TRAIN
@@ -144,7 +134,7 @@ class Progress:
     position: int = 0  # rows of the epoch's order that were trained on
     step: int = 0
     serial: int = 0  # steps and validation turns so far; orders checkpoints by age
-    sums: Sums = field(default_factory=lambda: np.zeros(0))
+    sums: Sums = field(default_factory=lambda: np.zeros(0))  # over this epoch's steps; `pieces` are its metric states
     pieces: tuple[Piece, ...] = ()
     val_position: int = 0  # rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them
     val_sums: Sums = field(default_factory=lambda: np.zeros(0))
@@ -193,11 +183,7 @@ _SUMS = ("sums", "val_sums")
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The result of a training in one worker; equal in all workers but for the clock and where stated.
-
-    Attributes:
-        unsaved: Files by name that rank 0 could not write to the store; empty in other workers.
-    """
+    """The result of a training in one worker; equal in all workers but for the clock and where stated."""
 
     history: History
     steps: int
@@ -206,4 +192,4 @@ class TrainingResult:
     restored: int | None = None  # the epoch whose weights the trained model has; None: those of the last step
     diverged: Diverged | None = None  # why there is no trained model
     caused_divergence: bool = False  # the non-finite loss came from this worker's own rows; differs between workers
-    unsaved: Mapping[str, bytes] = field(default_factory=dict)
+    unsaved: Mapping[str, bytes] = field(default_factory=dict)  # the files that rank 0 could not write to the store

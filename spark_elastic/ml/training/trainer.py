@@ -85,8 +85,6 @@ class Trainer:
         link, decides_s = worker_link.current(), training.driver_decides_s
         self.reporter = None if link is None else Reporter(self.view, link)
         self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
-        self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
-        self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
         self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
         self._begun = False
@@ -203,10 +201,10 @@ class Trainer:
 
     def _step(self, batch: Batch, last: bool) -> None:
         state, at, view = self.state, self.state.at, self.view
-        if self._on_batch_begin:
+        if self.callbacks:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
-        for call in self._on_batch_begin:
-            call(view)
+        for callback in self.callbacks:
+            callback.on_batch_begin(view)
         measured = self.engine.step(batch, at, bool(view.stop_reason))
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
         if loss is not None:  # all workers come here together, and no callback is called any more
@@ -230,8 +228,8 @@ class Trainer:
             pieces=at.pieces + measured.pieces,
             stopped=stopped,
         )
-        for call in self._on_batch_end:
-            call(view)
+        for callback in self.callbacks:
+            callback.on_batch_end(view)
         self._checkpoints.after_step(view)
         state.check_host_updates()
 
@@ -382,11 +380,3 @@ class Trainer:
             timeout_s = POLL_S if done else 0.0
             done = all(reader.checked(timeout_s) for reader in self._readers.values()) and done
             waiting = bool(allreduce_(torch.tensor([float(not done)]), op=Max).item())
-
-
-def _overridden(callbacks: Sequence[Callback], event: str) -> list[Callable[..., None]]:
-    """Return the methods for this event of callbacks that override it; at every batch, most do nothing."""
-    empty = getattr(Callback, event)
-    return [
-        call for call in (getattr(each, event) for each in callbacks) if getattr(call, "__func__", call) is not empty
-    ]
