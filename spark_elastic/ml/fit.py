@@ -115,8 +115,6 @@ class FitRun(ABC, Generic[T, M]):
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + clock.monotonic() - start
 
-    # --- for frameworks ---------------------------------------------------------------------------
-
     @abstractmethod
     def check_framework(self) -> None:
         """Raise `InvalidSettingsError` for settings that are missing, or wrong for this framework."""
@@ -132,8 +130,6 @@ class FitRun(ABC, Generic[T, M]):
     @abstractmethod
     def fitted_model(self, fitted: Fitted) -> M:
         """Return the trained model, made of a file of `trained`."""
-
-    # --- step 1: check ----------------------------------------------------------------------------
 
     def check(self, df: Any) -> None:
         """Check settings, columns and cluster, before anything runs; raise `UsageError` if one has to be changed."""
@@ -218,8 +214,6 @@ class FitRun(ABC, Generic[T, M]):
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
 
-    # --- step 2: materialise ----------------------------------------------------------------------
-
     def materialise(self) -> None:
         """Write the rows, or find them under the `dataset_id`, and keep them until the run ends."""
         from spark_elastic.jobs.start import prepare_workers
@@ -233,8 +227,6 @@ class FitRun(ABC, Generic[T, M]):
         if self._shared is None:
             self._exits.callback(delete_unless_used, rows.store)
         self._exits.enter_context(run_folder.leased_if_possible(rows.store))
-
-    # --- step 3: dry run --------------------------------------------------------------------------
 
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
@@ -324,8 +316,6 @@ class FitRun(ABC, Generic[T, M]):
             **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
         }
 
-    # --- callbacks --------------------------------------------------------------------------------
-
     def worker_callbacks(self) -> list[Any]:
         """Return the callbacks that travel to the workers."""
         return [each for each in as_list(self.given("callbacks")) if not isinstance(each, DriverCallback)]
@@ -340,8 +330,6 @@ class FitRun(ABC, Generic[T, M]):
 
             given += autologging_callbacks(given)
         return CallbackSession(given)
-
-    # --- step 4: train ----------------------------------------------------------------------------
 
     def train(self) -> None:
         """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
@@ -416,8 +404,6 @@ class FitRun(ABC, Generic[T, M]):
             status_port=self.given("status_port"),
             **options,
         )
-
-    # --- step 5: load -----------------------------------------------------------------------------
 
     def load(self) -> M:
         """Return the trained model, with the history and the events of the fit."""

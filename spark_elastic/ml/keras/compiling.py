@@ -56,9 +56,8 @@ def check_columns(
 ) -> None:
     """Raise InvalidSettingsError if columns may belong to other inputs or outputs than those they are given to.
 
-    Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
-    else would notice that two are exchanged. `ends` is "inputs" or "outputs"; `names` are in order, None if not known;
-    `columns` are those of each; `structure` is the dict of the symbolic ones, if they are in one.
+    `ends` is "inputs" or "outputs"; `names` are in order, None if not known; `columns` are those of each; `structure`
+    is the dict of the symbolic ones, if they are in one: it is ordered by name, whatever the order it was written in.
     """
     for name, given in zip(names or (), columns, strict=False):
         if len(given) == 1 and given[0] != name and given[0] in (names or ()):

@@ -1,7 +1,6 @@
 """Pickle Keras objects for other processes, together with the user's classes and functions that they refer to.
 
-A plain pickle of a Keras object can be loaded only where its classes can be imported, and loading it imports TensorFlow
-at once. A `KerasPickle` is bytes until `load` is called, and contains the user's classes, even those of `__main__`.
+A `KerasPickle` is bytes until `load` is called, because loading a plain pickle imports TensorFlow at once.
 """
 
 from __future__ import annotations

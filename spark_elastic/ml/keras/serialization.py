@@ -28,7 +28,6 @@ from spark_elastic.runs import trust
 
 Array = npt.NDArray[Any]
 
-# --- models as `.keras` archives, without the arguments they were compiled with -----------------------
 
 _saving = threading.Lock()
 
@@ -71,9 +70,6 @@ def _as_uncompiled(model: Any) -> Iterator[None]:
                 vars(each)["compiled"] = True
 
 
-# --- what a configuration leaves out ------------------------------------------------------------------
-
-
 class Flags(NamedTuple):
     """What an archive leaves out of a built model: of its layers and variables, in their order."""
 
@@ -112,8 +108,6 @@ class Flags(NamedTuple):
             if variable.trainable != trainable:
                 variable.trainable = trainable
 
-
-# --- weights as arrays, in a file that can be read without running code ---------------------------------
 
 _TYPES = "types.json"
 
@@ -181,8 +175,6 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
     for (_, value), variable in zip(found, variables, strict=True):
         variable.assign(value)
 
-
-# --- the user's classes and functions that a configuration names ----------------------------------------
 
 _KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")  # arguments that Keras itself writes into a configuration
 
@@ -318,8 +310,6 @@ def _custom_parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield keras.saving.get_registered_name(type(each)), type(each)
             stack += getattr(each, "__dict__", {}).values()
 
-
-# --- configurations that two processes can compare ------------------------------------------------------
 
 _PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")
 """Entries of a configuration that differ between processes."""

@@ -273,8 +273,7 @@ class TorchEngine(Engine):
 def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
     """Let batch normalisation use its running statistics for one value per channel, without updating them.
 
-    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and several
-    rows in another, and the training must not fail in either.
+    One value has no variance, so torch raises, and a worker's share of a batch can be a single row in one world only.
     """
 
     def choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:

@@ -266,9 +266,8 @@ def _compare(
 ) -> None:
     """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
 
-    A loss that is random, or cannot be computed of a part, is not judged. One that is `per_worker` may be anything but
-    a pair with a mean in place of the denominator. Warn if the denominator of `other` outputs is another one. If the
-    whole with labels of another shape (`_other_shape`) agrees with the parts, the loss compares all pairs: DataError.
+    A loss that is random, or cannot be computed of a part, is not judged. Warn if the denominator of `other` outputs is
+    another one. DataError: the whole with labels of another shape agrees with the parts, so it compares all pairs.
     """
     if rows < 2:
         return None

@@ -116,10 +116,7 @@ def rule(loss: Any) -> str | None:
 
 
 def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
-    """Return which of torch's losses this is, and a function of (name, default) that reads its settings.
-
-    None for a user's own loss: another function, or a subclass with a `forward`, which may do anything.
-    """
+    """Return which of torch's losses this is, None for a user's own, and a function that reads its settings."""
     inner, settings = _unwrapped(loss)
     if inspect.isroutine(inner):
         legacy = {"size_average", "reduce"} & settings.keys()  # they override reduction
@@ -130,10 +127,7 @@ def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
-
-    Spark ML's own stages give class numbers as doubles, and regression labels may be integers.
-    """
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown."""
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
 
@@ -245,8 +239,7 @@ class Objective:
     def set_mode(self, model: torch.nn.Module, training: bool) -> None:
         """Put the model in training mode or in eval mode; called before steps, also again in a new world.
 
-        Submodules that are in eval mode while the model is in training mode stay in it: a frozen part stays frozen. A
-        model that is in eval mode itself, as one that has made predictions, is put in training mode as a whole.
+        Submodules that are in eval mode while the model is in training mode stay in it: a frozen part stays frozen.
         """
         if model.training:
             self._frozen = [each for each in model.modules() if not each.training]
@@ -321,8 +314,7 @@ class Objective:
     def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float] = ()) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
-        They do so up to the `scale` of their gradients. `global_rows` are the rows of the whole batch; for `coupled`
-        losses, `global_counts` are the `counts` of all results of it, added up.
+        They do so up to the `scale` of their gradients. `coupled` losses need `global_counts`: the sum of all `counts`.
         """
         divisors = [count or 1.0 for count in global_counts] or [float(global_rows)] * len(self)
         for at, term in enumerate(self.terms):
@@ -334,8 +326,7 @@ class Objective:
     def scale(self, counts: Sequence[float], global_rows: int) -> float:
         """Return the factor by which the sum of all gradients becomes that of the batch's loss.
 
-        `counts` are those of all results of the batch, added up. The factor is 1 for a loss whose mean is one over
-        rows, and without ignored labels.
+        `counts` are those of all results of the batch, added up.
         """
         if self.coupled or len(self) > 1 or not counts[0] or any(term.is_sum for term in self.terms):
             return 1.0

@@ -61,10 +61,9 @@ class DryRunResult:
 
 @contextmanager
 def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Let errors of the user's code, such as "the model and its loss", name it and the tensors that it gets.
+    """Turn errors of the user's code into a `DataError` that names it and its tensors, which may explain them.
 
-    A fault of the code itself, such as a name that does not exist, stays the error that it is, as does an
-    `InvalidSettingsError`. Anything else becomes a `DataError`: the tensors may explain it.
+    A fault of the code itself, such as a name that does not exist, and an `InvalidSettingsError` stay as they are.
     """
     try:
         yield

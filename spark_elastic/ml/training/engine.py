@@ -201,8 +201,7 @@ class Engine(ABC):
 class TrainingState(ElasticState):
     """The elastic state of a training: the framework's tensors, and how far the training has come (`at`).
 
-    Its tensors are never copied: no collective follows a change of them before `at` counts it, so that both belong
-    together wherever a collective can fail, except within an optimizer that calls collectives itself.
+    Its tensors are never copied: no collective follows a change of them before `at` counts it.
     """
 
     at: Progress

@@ -141,10 +141,7 @@ class Reporter:
 
 
 class EpochRows:
-    """Hands the rows of finished epochs to the callbacks on the driver, and asks for their decision. Rank 0 does.
-
-    A row may be sent more than once, and is sent again by a worker that becomes rank 0; the driver counts it once.
-    """
+    """Hands the rows of finished epochs to the driver's callbacks, perhaps twice, and asks for their decision."""
 
     def __init__(self, run: RunView, link: WorkerLink, wait_s: float) -> None:
         self._run = run
