@@ -55,8 +55,7 @@ _WITH_CODE = (
 )
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
-_OF_CLUSTER = {"storage_options", "run_options", "status_port"}
-"""Settings that do not distinguish the trainings of a search."""
+_OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not distinguish the trainings of a search
 
 
 class FitRun(ABC, Generic[T, M]):
@@ -337,9 +336,10 @@ class FitRun(ABC, Generic[T, M]):
         Raises as `WorkerResults.check` does, and `StateLostError` if there is no newer checkpoint.
         """
         session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
+        names = [param.name for param in self._settings.params]
         run = DriverRun(
             name=type(self._settings).__name__,
-            settings=describe_settings({param.name: self.given(param.name) for param in self._settings.params}),
+            settings=describe_settings({name: self._settings.getOrDefault(name) for name in names}),
             epochs=self.given("epochs"),
             run_id=self.given("run_id"),
             resumed=self.resume_from is not None,

@@ -122,8 +122,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     `feature_cols` may be set to other names than those it was trained on, in the same grouping.
     """
 
-    _native_name = "module"
-    """The attribute with the framework's own model."""
+    _native_name = "module"  # the attribute with the framework's own model
     _native: Any = None
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})

@@ -70,8 +70,7 @@ class SavedParts(NamedTuple):
 class Savable(MLWritable, MLReadable[Any]):
     """Mixin of Params that are saved in this way."""
 
-    _saved_together: tuple[str, ...] = ()
-    """Settings that share objects and are saved in one file: an optimizer and the model whose parameters it has."""
+    _saved_together: tuple[str, ...] = ()  # these share objects and are saved in one file
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -153,15 +152,13 @@ class _Saved:
     def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         self.uid: str = typed(metadata, "uid", str)
         self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)  # the settings that JSON can hold
-        self.stored: Mapping[str, str] = typed(about, "stored", dict)
-        """"safe:file" or "pickled:file" for each other setting and object."""
+        self.stored: Mapping[str, str] = typed(about, "stored", dict)  # "safe:file" or "pickled:file"
         if not all(isinstance(where, str) for where in self.stored.values()):
             raise ValueError(f"stored is {self.stored!r:.80}, not the files of settings")
         self.objects = names_in(about, "objects")  # those of `stored` that are no settings
         self.files = names_in(about, "files")
         self.facts: Mapping[str, Any] = typed(about, "facts", dict)
-        self.left_out = names_in({"left_out": [], **about}, "left_out")
-        """The settings, or parts of them, that hold credentials and were not saved."""
+        self.left_out = names_in({"left_out": [], **about}, "left_out")  # settings with credentials
         checksums = typed({"checksums": {}, **about}, "checksums", dict)  # none in files of 0.2.0
         self.checksums = {name: whole_number(crc, name) for name, crc in checksums.items()}
 

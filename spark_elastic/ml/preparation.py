@@ -16,8 +16,7 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.training.spec import Training
 
-INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"
-"""Names of tensors: INPUT and LABEL are followed by a number."""
+INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"  # names of tensors, the first two before a number
 _OPAQUE = TEXTS | {"binary"}
 FLOAT, INTEGER = "<f4", "<i8"
 

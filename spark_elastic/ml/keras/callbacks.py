@@ -42,8 +42,7 @@ class KerasCallback(Callback):
         self._model = model
         self._shared = shared
         self._begun = self._ended = False
-        self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
-        """The attributes of `wrapped`; None if `wrapped` was called since they were read."""
+        self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)  # None: `wrapped` was called since
         self._at_begin = self._kept
         self.loaded_arrays: dict[str, Any] = {}  # the arrays for the next `load_state_dict`
         # Set only for callbacks that act on batches, because computing the logs of every batch costs time.

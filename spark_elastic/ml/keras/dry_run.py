@@ -32,8 +32,7 @@ from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")
 
-_ROWS_OF_MEANS = 16
-"""The number of rows whose loss is compared with that of their parts; of a user's own loss it is a larger one."""
+_ROWS_OF_MEANS = 16  # of which the loss is compared with that of their parts; more of a user's own
 _DRAWS = 4  # the number of times that a random loss is computed
 
 

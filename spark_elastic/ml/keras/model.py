@@ -20,8 +20,7 @@ from spark_elastic.runs.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"
-LAMBDA = "<lambda>"
-"""The name that `serialization.custom_names` gives to lambdas."""
+LAMBDA = "<lambda>"  # the name that `serialization.custom_names` gives to lambdas
 _T = TypeVar("_T", bound="ElasticKerasModel")
 
 

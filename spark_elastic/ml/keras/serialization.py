@@ -73,8 +73,7 @@ def _as_uncompiled(model: Any) -> Iterator[None]:
 class Flags(NamedTuple):
     """What an archive leaves out of a built model: of its layers and variables, in their order."""
 
-    policies: list[Any]
-    """The configuration of each layer's dtype policy; a model has its own, and so have layers within layers."""
+    policies: list[Any]  # the configuration of each layer's dtype policy, also of those within layers
     layers: list[bool]  # whether each layer is trainable; the same for the variables
     variables: list[bool]
 
@@ -311,8 +310,7 @@ def _custom_parts(value: Any) -> Iterator[tuple[str, Any]]:
             stack += getattr(each, "__dict__", {}).values()
 
 
-_PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")
-"""Entries of a configuration that differ between processes."""
+_PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")  # differ between processes
 
 
 def comparable_config(value: Any) -> Any:

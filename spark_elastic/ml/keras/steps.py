@@ -85,10 +85,8 @@ class GradientRecord:
             self.grads = [_times(grad, self._share) for grad in self.grads]
 
 
-_WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")
-"""The operations of TensorFlow that change a variable."""
-OF_STEP = tf.TensorSpec([3], tf.int64)
-"""The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
+_WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")  # that change a variable
+OF_STEP = tf.TensorSpec([3], tf.int64)  # the seed of the step, two numbers, and 1 if this worker asks to stop
 
 
 class StepGraphs:
@@ -111,8 +109,7 @@ class StepGraphs:
         self._before = [tf.Variable(each.value, trainable=False) for each in self.buffers]
         self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
         self._variables: list[Any] = []
-        self._zeros: list[Callable[[], Any]] = []
-        """Functions that make zeros in place of each gradient, for a worker without rows of a batch."""
+        self._zeros: list[Callable[[], Any]] = []  # make zeros in place of each gradient, for a worker without rows
         specs = tuple(feeder.specs)
         of_part = tf.TensorSpec([2 + shares.terms], tf.float64)
         """The spec of a part's number of rows, their share of the batch, and the denominators of the losses in it.

@@ -68,8 +68,7 @@ class TorchEngine(Engine):
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
-        self._own_loss: float | None = None
-        """The loss of this worker's rows in the last step, if it was NaN or infinite."""
+        self._own_loss: float | None = None  # of this worker's rows in the last step, if it was NaN or infinite
 
     def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
         """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""

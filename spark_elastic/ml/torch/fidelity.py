@@ -9,8 +9,7 @@ import torch
 
 Facts = dict[tuple[str, str], Any]  # what training depends on, by the path of an object and the aspect of it
 
-_UNIMPORTANT = {"step", "_opt_called", "_warned_capturable_if_run_uncaptured"}
-"""Attributes of optimizers that torch keeps for its warnings."""
+_UNIMPORTANT = {"step", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # kept by torch for its warnings
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,6 @@ from spark_elastic.ml.torch.model_step import (
 
 log = logging.getLogger("spark_elastic.ml")
 
-# --- what a module may override -------------------------------------------------------------------
 
 _CALLED = {"on_train_epoch_start"}
 _CHANGES_RESULT = (
@@ -87,9 +86,6 @@ def check_module(module: Any) -> None:
         )
 
 
-# --- self.trainer ---------------------------------------------------------------------------------
-
-
 class ModuleTrainer:
     """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here."""
 
@@ -132,9 +128,6 @@ class ModuleTrainer:
             "global_step, max_epochs, num_training_batches, estimated_stepping_batches, and in the steps global_rank, "
             "local_rank, world_size, is_global_zero, training, validating"
         )
-
-
-# --- steps ----------------------------------------------------------------------------------------
 
 
 class LightningStep(ModelStep):
@@ -299,8 +292,6 @@ def _call_step(step: Callable[..., Any], batch: Any, index: int) -> Any:
     return step(batch)
 
 
-# --- configure_optimizers -------------------------------------------------------------------------
-
 _KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
 
 
@@ -397,9 +388,6 @@ class EveryNthStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls = state["calls"]
         self.scheduler.load_state_dict(state["scheduler"])
-
-
-# --- transform ------------------------------------------------------------------------------------
 
 
 def prediction_call(module: torch.nn.Module) -> Callable[..., Any]:

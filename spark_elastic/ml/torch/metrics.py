@@ -50,8 +50,7 @@ class _FunctionMetric(_Mean):
     def __init__(self, name: str, function: Any) -> None:
         super().__init__(name)
         self._function = function
-        self.averaged = False
-        """The function returned one number for all rows, so the metric is an average of such numbers."""
+        self.averaged = False  # the function returned one number for all rows
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         value = self._function(output, label)

@@ -95,8 +95,7 @@ _RULES: Mapping[Any, str] = {
 
 _KNOWN = {*_RULES, *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss)}
 """The losses of torch that take an output and a label."""
-_COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}
-"""Those whose mean is divided by the (class weights of the) labels that are not ignored."""
+_COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}  # means over labels that are not ignored
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
@@ -147,8 +146,7 @@ class LossTerm:
         self.of_classes = self.rule == "argmax"
         reduction = getattr(loss, "reduction", "mean") if self.own else setting("reduction", "mean")
         self.is_sum = reduction == "sum"
-        self.counted = kind in _COUNTED and reduction == "mean"
-        """The loss divides by the sum of class weights, or by the labels that are not ignored; see `_count`."""
+        self.counted = kind in _COUNTED and reduction == "mean"  # see `_count`
         divided = self.counted or (reduction == "batchmean" and not self.own)
         self._adds = self.is_sum or divided  # what the loss returns is a sum over the elements of a row, or of all rows
         self._weight, self._ignored = setting("weight", None), setting("ignore_index", -100)
@@ -208,11 +206,9 @@ class Objective:
         paired: bool | None = None,
     ) -> None:
         self._train_fn = train_fn
-        self.paired = paired
-        """`train_fn` returns (numerator, denominator), not (loss, outputs); None: as each result looks."""
+        self.paired = paired  # `train_fn` returns (numerator, denominator); None: as each result looks
         self._step = train_fn if isinstance(train_fn, ModelStep) else None
-        self._frozen: list[torch.nn.Module] = []
-        """Submodules that were in eval mode when the model was last in training mode."""
+        self._frozen: list[torch.nn.Module] = []  # submodules that are in eval mode in a model in training mode
         self.terms: list[LossTerm] = []
         if train_fn is None:
             several = isinstance(loss, Sequence)

@@ -21,8 +21,7 @@ from spark_elastic.runs import trust
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from spark_elastic.wire import pickling
 
-_BUFFERS = "spark_elastic.buffers"
-"""The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
+_BUFFERS = "spark_elastic.buffers"  # the entry of a state's `_metadata` with buffers of persistent=False, by name
 
 
 def state_of(module: torch.nn.Module, where: str = "the model", copy: bool = True) -> OrderedDict[str, Any]:

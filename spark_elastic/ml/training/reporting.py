@@ -32,8 +32,7 @@ class RunView:
         self._logs: tuple[int, Logs] = (-1, {})  # the last `logs`, with the `serial` that they were computed at
         self.wants_restore = False
         self.caller = Callback()  # the callback whose `on_epoch_end` is running
-        self.stop_reason = ""
-        """Set by `stop` and never cleared: all workers act on it at the next reduction that succeeds."""
+        self.stop_reason = ""  # set by `stop` and never cleared: all act on it at the next reduction
         self.clear_requests()
 
     def clear_requests(self) -> None:

@@ -86,10 +86,8 @@ class Training:
         return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
 
 
-Sums = npt.NDArray[np.float64]
-"""Measurements of a batch that can be added over batches and workers: losses, metrics, row counts."""
-Piece = dict[str, dict[str, Any]]
-"""Metric states of one worker's batch that cannot be added and are gathered instead: by metric, by state."""
+Sums = npt.NDArray[np.float64]  # measurements that can be added: losses, metrics, row counts
+Piece = dict[str, dict[str, Any]]  # metric states to gather: by metric, by state
 
 
 class TrainingPhase(str, Enum):

@@ -49,8 +49,7 @@ from spark_elastic.wire.worker_link import notify
 
 log = logging.getLogger("spark_elastic.ml")
 
-VALIDATION_TURN_BATCHES = 16
-"""Batches of a validation between two reductions: the most that is repeated when a worker is lost."""
+VALIDATION_TURN_BATCHES = 16  # between two reductions: the most that is repeated when a worker is lost
 POLL_S = 0.5
 """Wait for this worker's files between two reductions at the end. Saving may take minutes, and the reductions show the
 other workers meanwhile that this one is not stuck."""
