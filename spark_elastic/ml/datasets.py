@@ -80,11 +80,7 @@ def written_rows(
 
 
 def check_stored(dataset: Dataset, settings: ElasticParams) -> None:
-    """Check a dataset that was written before.
-
-    Raise `DatasetError` if it was not written for an estimator, or of other columns than the settings name, and
-    `InvalidSettingsError` if a setting is about writing rows.
-    """
+    """Raise `DatasetError` or `InvalidSettingsError` if settings do not go with a dataset that was written before."""
     names = [each.name for each in dataset.layout.fields]
     if "features_0" not in names or "train" not in dataset.splits:
         raise DatasetError(

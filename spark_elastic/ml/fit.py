@@ -72,8 +72,7 @@ class FitRun(ABC, Generic[T, M]):
     """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
     worker_env: ClassVar[Mapping[str, str]] = {}  # environment variables that workers need before they import anything
     train_fn: ClassVar[staticmethod[[Any], TrainingResult]]  # the function that each worker calls with the training
-    dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
-    """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
+    dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]  # does one step of a copy of a training
 
     rows: Dataset  # the written rows
     store: Store  # the run folder
@@ -185,10 +184,7 @@ class FitRun(ABC, Generic[T, M]):
         return made
 
     def _check_store(self) -> None:
-        """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
-
-        First sends this package to the executors if `run_options` ask for it: the tasks need it, also those that write.
-        """
+        """Send this package if it is asked for; raise `StoreError` if the driver cannot see files of the executors."""
         if self.cluster is None:
             return
         on_cluster = self._run_options.get("launcher") is None

@@ -31,9 +31,7 @@ from spark_elastic.reporting.descriptions import describe_setting
 from spark_elastic.settings import whole_number
 from spark_elastic.trackers.autologging import reads_settings
 
-Converter = Callable[[str, Any], Any]
-"""A function of a setting's name and the value that was given; returns the plain value, or raises
-`InvalidSettingsError`."""
+Converter = Callable[[str, Any], Any]  # of name and value, to the plain value; raises `InvalidSettingsError`
 
 
 def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:

@@ -23,7 +23,7 @@ class WorkerResults:
         self._results = results
         self._diverged = present[0].diverged
         self.history = present[0].history
-        # The rank that requested a stop knows why, and the others only that there was one.
+        # the rank that requested a stop knows why, and the others only that there was one
         self.stopped = min((result.stopped for result in present), key=STOPPED_ELSEWHERE.__eq__)
         self.unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
 

@@ -156,10 +156,7 @@ _MAX_DEPTH = 6  # deeper than settings are nested; functions that refer to thems
 
 
 def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
-    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes.
-
-    With `buffers`, those of modules count, such as the class weights of a loss.
-    """
+    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes."""
     if depth > _MAX_DEPTH:
         return type(value).__qualname__
     inner = functools.partial(described, buffers=buffers, depth=depth + 1)

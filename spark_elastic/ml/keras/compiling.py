@@ -187,12 +187,6 @@ def values_of(optimizer: Any) -> list[Any] | None:
     return [np.asarray(each) for each in optimizer.variables]
 
 
-def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any] | None) -> None:
-    model.compile(**arguments)
-    if values is not None:
-        build_optimizer(model, values)
-
-
 def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
     """Create the optimizer's variables, and assign these values; raise InvalidSettingsError if they are of others."""
     optimizer = model.optimizer

@@ -23,8 +23,7 @@ from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list, model_inputs
 from spark_elastic.ml.run_folder import described
 
-COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-"""Settings that default to those that the model was compiled with."""
+COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")  # defaults are those of the model
 
 
 class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):

@@ -3,9 +3,8 @@
 Keras takes the mean of a loss over the rows of one worker. Multiplied by the worker's share of the rows, these means
 add up to the mean over the batch. `ml.keras.objective` scales other losses so that the same holds for them.
 
-A Keras metric is a set of variables to which batches are added. Here each step begins with empty metrics, and the
-values of their variables after the step are reduced with the gradients. The sums of an epoch are plain float64 numbers,
-which are put into the variables to compute the results.
+Each step begins with empty metrics, and the values of their variables after it are reduced with the gradients. The sums
+of an epoch are plain float64 numbers, which are put into the variables to compute the results.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ def _each(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def weigh_means_by_row(model: Any, shares: Shares) -> None:
-    """Weigh the running means of the losses by rows, and what a user's train_step adds to a mean for all rows at once.
-
-    Keras weighs them by batches; together, workers count as one batch.
-    """
+    """Weigh running means by rows, not by batches: of the losses, and of what a user's train_step adds for all rows."""
     for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:

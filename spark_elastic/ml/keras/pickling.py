@@ -19,10 +19,7 @@ from spark_elastic.ml.keras.tensorflow_setup import prefer_backend
 
 @dataclass(slots=True, eq=False, repr=False)
 class KerasPickle:
-    """A pickled value; each call of `load` returns a new copy.
-
-    A model comes back built and not compiled; optimizers, metrics and losses as new ones with the same settings.
-    """
+    """A pickled value; each call of `load` returns a new copy: models are not compiled, optimizers have no steps."""
 
     _file: bytes
 
@@ -91,7 +88,7 @@ def load_model(
     adapters: Any = (),
 ) -> Any:
     """Load a model from its archive, with its `Flags`, what it was compiled with, and its `fidelity.adapters_of`."""
-    from spark_elastic.ml.keras.compiling import compile_again
+    from spark_elastic.ml.keras.compiling import build_optimizer
     from spark_elastic.ml.keras.fidelity import restore_adapters
     from spark_elastic.ml.keras.serialization import Flags, model_from_archive
 
@@ -101,7 +98,9 @@ def load_model(
         Flags(*flags).restore(model)
     restore_adapters(model, adapters)
     if arguments:
-        compile_again(model, arguments, values)
+        model.compile(**arguments)
+        if values is not None:
+            build_optimizer(model, values)
     return model
 
 

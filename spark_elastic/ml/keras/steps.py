@@ -28,8 +28,7 @@ from spark_elastic.tensorflow.gradients import GradientReducer
 class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
-    A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
-    together once the gradients are recorded. Raises InvalidSettingsError if `apply` was not called exactly once.
+    So they can be reduced together with the metrics. Raises InvalidSettingsError unless `apply` is called just once.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -111,11 +110,8 @@ class StepGraphs:
         self._variables: list[Any] = []
         self._zeros: list[Callable[[], Any]] = []  # make zeros in place of each gradient, for a worker without rows
         specs = tuple(feeder.specs)
+        # of the number of rows, their share, and the denominators of the losses: one tensor, because each costs time
         of_part = tf.TensorSpec([2 + shares.terms], tf.float64)
-        """The spec of a part's number of rows, their share of the batch, and the denominators of the losses in it.
-
-        One tensor for all, because each tensor that is created for a call costs time.
-        """
 
         def graph(function: Any, *signature: Any) -> Any:
             # without autograph, as Keras traces a train_step

@@ -87,10 +87,7 @@ def lazy_names(model: torch.nn.Module) -> list[str]:
 
 
 def initialise(training: TorchTraining) -> None:
-    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes.
-
-    The parameters remain the same objects, so an optimizer that has them stays valid.
-    """
+    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes."""
     model, objective = training.model, objective_of(training)
     part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]
     modes = {module: module.training for module in model.modules()}

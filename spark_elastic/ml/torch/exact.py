@@ -19,9 +19,7 @@ from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 
-_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
-"""The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
-callbacks."""
+_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)  # the last number of the key of random numbers
 
 
 class ExactTorchEngine(TorchEngine):

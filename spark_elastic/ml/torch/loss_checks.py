@@ -50,8 +50,7 @@ def _all_pairs_error(name: str, shapes: str) -> DataError:
 def check_metrics(training: TorchTraining, objective: Objective, result: ForwardResult, rows: int) -> None:
     """Raise DataError if a metric compares each output with the labels of all rows.
 
-    Such a metric depends on the labels' shape, but not on which row has which label. Outputs and labels are invented,
-    and every other row has another output and another label: a metric of rows then depends on which has which.
+    Such a metric depends on the labels' shape, but not on which row has which label; outputs and labels are invented.
     """
     if rows < 4 or rows % 2:
         return

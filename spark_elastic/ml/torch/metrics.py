@@ -4,9 +4,8 @@ The sums of a step are reduced together with the gradients, in one float64 vecto
 start of each step, and the states that its `update` leaves are added to the sums. States that cannot be added up (lists
 of predictions, maxima) are gathered from all workers instead, which costs more.
 
-Metrics of `torchmetrics.classification` decide for each call of `update` whether the outputs are logits: they are if
-one of them is outside of [0, 1]. A worker's share of the last batch may be a single row, so that answer would depend on
-the number of workers. Where the loss says that the outputs are logits, these metrics are given probabilities instead.
+Metrics of `torchmetrics.classification` take outputs for logits if one of them is outside of [0, 1], which may differ
+between the workers' shares of a batch. Where the loss says that they are logits, metrics are given probabilities.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
 class LoggedColumns:
     """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
 
-    A value of the validation that has the name of one of the training gets the prefix "val_". "loss" is always one of
-    the training. The vector of sums has `width` numbers for them: for each its weight, and its sum or its states.
+    The vector of sums has `width` numbers for them: for each its weight, and its sum or its states.
     """
 
     def __init__(self, logged: Mapping[LoggedName, Any]) -> None:

@@ -132,11 +132,7 @@ def label_dtype(loss: Any) -> str | None:
 
 
 class LossTerm:
-    """One loss of one output and one label, as a sum over rows and the denominator of its mean.
-
-    A user's own loss may return the mean over the rows, a value for each row, or (numerator, denominator). With sample
-    weights, it must be able to return a value, or a numerator, for each row.
-    """
+    """One loss of one output and one label, as a sum over rows and the denominator of its mean, see `summed`."""
 
     def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
         kind, setting = _known(loss)

@@ -18,10 +18,7 @@ from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 
 
 def train(training: TorchTraining) -> TrainingResult:
-    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
-
-    Outside of a job this process trains alone. Then the trained model is in `training.store`, in `spec.MODEL_FILE`.
-    """
+    """Train a module in a worker, or alone outside of a job; its weights are in the file `spec.MODEL_FILE`."""
     for name, value in training.config.items():
         getattr(torch, f"set_{name}")(value)
     hvd.init()

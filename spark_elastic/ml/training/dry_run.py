@@ -44,18 +44,13 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not.
-
-    Attributes:
-        settings: Settings of the training that only a step shows, such as the names of values that the model logs.
-        of_classes: True if the first label is one integer a row and the first output several values, one for a class.
-    """
+    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not."""
 
     outputs: tuple[OutputShape, ...]
     rule: str | None = None
     why_not: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    of_classes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the training, such as the values that a model logs
+    of_classes: bool = False  # the first label is one integer a row, and the first output has a value for each class
     taken: tuple[int, ...] = ()
 
 

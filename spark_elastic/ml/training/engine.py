@@ -24,10 +24,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class MetricAccumulator(ABC):
-    """The losses and metrics of one training as a float64 vector of sums, added up over batches, workers and worlds.
-
-    A framework decides what the numbers are, but for those at `loss_positions` and `rows_position`.
-    """
+    """The losses and metrics of one training as a float64 vector of sums, added up over batches, workers and worlds."""
 
     loss_positions: Sequence[int] = ()
     rows_position: int = -1

@@ -102,10 +102,7 @@ class TrainingPhase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Why a training ended without a model: the loss of a step, or a weight after the last step, is not finite.
-
-    `step` and `epoch` are those of `Progress` before the step. `loss` is None if it was finite and a weight is not.
-    """
+    """Why a training ended without a model: the loss of a step, or without `loss` a weight at the end, is not finite."""
 
     step: int
     epoch: int
