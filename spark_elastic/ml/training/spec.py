@@ -102,7 +102,7 @@ class TrainingPhase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Why a training ended without a model: the loss of a step, or without `loss` a weight at the end, is not finite."""
+    """Why a training ended without a model: a loss that is not finite, or if `loss` is None a weight at the end."""
 
     step: int
     epoch: int
