@@ -299,7 +299,13 @@ class TorchMetricAccumulator(MetricAccumulator):
         into[: self.width] += torch.tensor(numbers, dtype=torch.float64)
         return piece
 
-    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "", live: bool = False) -> dict[str, float]:
+    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
+        return self._logs(sums, pieces, prefix)
+
+    def live_logs(self, sums: Sums) -> dict[str, float]:
+        return self._logs(sums, (), live=True)
+
+    def _logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "", live: bool = False) -> dict[str, float]:
         end = self.rows_position
         out = self._objective.means(sums[0:end:2].tolist(), sums[1:end:2].tolist())
         at = end + 1
@@ -309,6 +315,3 @@ class TorchMetricAccumulator(MetricAccumulator):
             at += metric.width
         out = {f"{prefix}{name}": value for name, value in out.items()}
         return {**out, **self._logged.logs(sums[self._logged_position :], pieces, live)}
-
-    def live_logs(self, sums: Sums) -> dict[str, float]:
-        return self.logs(sums, (), live=True)
