@@ -145,7 +145,14 @@ class FitRun(ABC, Generic[T, M]):
         self.cluster = checked_cluster(df.sparkSession)
         self._df, self._tensors = df, self.tensors(df.schema)
         self._check_store()
-        self._check_own_modules()
+        if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
+            given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
+            try:
+                pickled = self.pickled(given)
+            except Exception as error:  # the dry run names the setting
+                log.debug("own modules are not looked for: %s", error)
+            else:
+                check_modules(self.cluster, pickled, self._run_options.get("env"))
         self._began = clock.wall()
 
     def check_stored(self, where: str | Path | Store | Dataset) -> None:
@@ -192,18 +199,6 @@ class FitRun(ABC, Generic[T, M]):
             self.cluster.ship_package()
         if on_cluster:
             ensure_shared(self._runs(), self.cluster)
-
-    def _check_own_modules(self) -> None:
-        """Raise `NotPicklableError` if executors cannot import a module of the user's own that the settings need."""
-        if self.cluster is None or self._run_options.get("launcher") is not None or not own_modules():
-            return
-        given = [self.worker_callbacks(), *(self.given(name) for name in _WITH_CODE if self._settings.hasParam(name))]
-        try:
-            pickled = self.pickled(given)
-        except Exception as error:  # the dry run names the setting
-            log.debug("own modules are not looked for: %s", error)
-            return
-        check_modules(self.cluster, pickled, self._run_options.get("env"))
 
     def pickled(self, value: Any) -> bytes:
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""

@@ -244,12 +244,20 @@ def _warn_of_buffers_by_rows(model: Any, inputs: Sequence[Any]) -> None:
 def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:
     """Raise InvalidSettingsError if a metric's variables after two batches are not the sum of those after each one."""
 
+    def states() -> dict[str, Sums]:
+        return {
+            f"{metric.name} ({each.path})": np.asarray(each.numpy(), np.float64)
+            for metric in single_metrics(ready.model.metrics)
+            for each in metric.variables
+            if not type(metric).__module__.startswith("keras.")  # those of Keras are sums, perhaps of random outputs
+        }
+
     def added(*batches: slice) -> dict[str, Sums]:
         ready.model.reset_metrics()
-        before = _states(ready.model)
+        before = states()
         for rows in batches:
             ready.model.test_step(ready.feeder.structure(tuple(tf.constant(each[rows]) for each in arrays)))
-        return {name: after - before[name] for name, after in _states(ready.model).items()}
+        return {name: after - before[name] for name, after in states().items()}
 
     middle = len(arrays[0]) // 2
     first, second = slice(0, middle), slice(middle, None)
@@ -299,15 +307,6 @@ def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
                     "by label_shapes"
                 )
     ready.model.reset_metrics()
-
-
-def _states(model: Any) -> dict[str, Sums]:
-    return {
-        f"{metric.name} ({each.path})": np.asarray(each.numpy(), np.float64)
-        for metric in single_metrics(model.metrics)
-        for each in metric.variables
-        if not type(metric).__module__.startswith("keras.")  # those of Keras are sums, perhaps of random outputs
-    }
 
 
 def _check_columns(training: KerasTraining, ready: PreparedModel, sums: Sums, callbacks: Sequence[Callback]) -> None:
