@@ -13,16 +13,13 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.exact.shards import VirtualWorkers, align_tensor
 from spark_elastic.exact.sums import rows_of, tree_sum
-from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.engine import TorchEngine
+from spark_elastic.ml.torch.engine import TorchEngine, single_row_norm
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 
-_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
-"""The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
-callbacks."""
+_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)  # the last number of the key of random numbers
 
 
 class ExactTorchEngine(TorchEngine):
@@ -59,8 +56,6 @@ class ExactTorchEngine(TorchEngine):
     def share_buffers(self) -> None:
         """Do nothing: they are the same on all workers."""
 
-    # --- a step -----------------------------------------------------------------------------------
-
     def _seed(self, epoch: int, position: int) -> None:
         """Do nothing: each shard is seeded."""
 
@@ -87,9 +82,6 @@ class ExactTorchEngine(TorchEngine):
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
-
-    def _step_optimizer(self) -> None:
-        self.optimizer.step()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
         """Return the denominators of the losses for the whole batch, found by a forward pass of each shard."""
@@ -121,8 +113,6 @@ class ExactTorchEngine(TorchEngine):
             parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
             found[index] = [_aligned(part) for part in parts]
         return found
-
-    # --- validation, callbacks and checkpoints ----------------------------------------------------------
 
     def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         metrics, workers, epoch = self.metrics, self._workers, self._validated.epoch

@@ -59,7 +59,7 @@ def batch(a: Any, v: Any) -> pa.RecordBatch:
 def serving(log: Any, key: str = "one", **more: Any) -> Serving:
     added = (AddedColumn("sum", "raw", 0, "", OutputShape("<f4", ())),)
     settings: dict[str, Any] = {"inputs": tensors_for(SCHEMA, [JOINED], {}), "batch_size": 2, **more}
-    payload = Broadcast(cloudpickle.dumps(Adding(str(log))))
+    payload = Broadcast(cloudpickle.dumps(Adding(str(log)).load))
     return Serving(key, payload, added=added, **settings)
 
 
@@ -78,7 +78,7 @@ class Widening:
 @pytest.mark.parametrize("as_vector", [False, True])
 def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
     added = (AddedColumn("wide", "raw", 0, "", OutputShape("<f4", (3,)), as_vector),)
-    payload = Broadcast(cloudpickle.dumps(Widening()))
+    payload = Broadcast(cloudpickle.dumps(Widening().load))
     work = Serving(f"wide {as_vector}", payload, tensors_for(SCHEMA, [JOINED], {}), added, batch_size=2)
     (made,) = work([batch([1, 2, 3], [[0, 0]] * 3)])
     found = made.column("wide").to_pylist()
@@ -177,7 +177,7 @@ def test_columns_that_travel_as_one_are_taken_apart() -> None:
     schema = StructType([StructField(name, DoubleType()) for name in "abcd"])
     inputs = tensors_for(schema, [TensorField("features_0", ("a", "b", "c", "d"), "<f4", (4,))], {})
     added = (AddedColumn("same", "raw", 0, "", OutputShape("<f4", (4,))),)
-    work = Serving("apart", Broadcast(cloudpickle.dumps(Same())), inputs, added, 2, groups=(names,))
+    work = Serving("apart", Broadcast(cloudpickle.dumps(Same().load)), inputs, added, 2, groups=(names,))
     (made,) = work.as_lists([pa.array([[3.0, 1.0, 4.0, 2.0], [30.0, 10.0, 40.0, 20.0]])])
     assert [row["0"] for (row,) in made.to_pylist()] == [[1, 2, 3, 4], [10, 20, 30, 40]]
     assert list(work.as_lists([])) == []
