@@ -137,7 +137,7 @@ class BackwardReducer:
         for slot in self._slots:
             parameters.stop_observing(self, slot.param)
             slot.bucket = None
-        self._buckets, self._made_for, self._group = [], None, None
+        self._buckets, self._results, self._made_for, self._group = [], [], None, None
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.

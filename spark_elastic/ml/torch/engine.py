@@ -226,7 +226,9 @@ class TorchEngine(Engine):
         load_state(target, state_of(source))
 
     def finish(self) -> None:
-        self.optimizer.detach()  # frees the gradients' buckets, which are as large as the file of the model
+        self.optimizer.detach()
+        for param in self.model.parameters():  # views of buckets, which are as large as the file of the model
+            param.grad = None
         return_freed_memory()
 
     def model_file(self) -> tuple[str, bytes]:

@@ -49,7 +49,7 @@ def weights_to_bytes(module: torch.nn.Module) -> bytes:
     state: Any = state_of(module, copy=False)
     for tensors in (state, state._metadata.get(_BUFFERS, {})):
         tensors.update({name: _compact(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)})
-    return to_bytes(state)
+    return to_bytes(state, sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor)))
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
