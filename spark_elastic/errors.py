@@ -69,8 +69,8 @@ class MissingExtraError(UsageError, ImportError):
 
     def words(self) -> str:
         return (
-            f'{self.what} needs {self.package}, which is not installed here: pip install "spark-elastic[{self.extra}]" '
-            "(on the executors too)"
+            f"{self.what} needs {self.package}, which is not installed here: install it, or spark-elastic with the "
+            f"extra [{self.extra}], on the executors too"
         )
 
 

@@ -43,7 +43,7 @@ def check_build() -> tuple[str, bool]:
 
     spark = installed_version("pyspark")
     usable = usable and spark is not None
-    missing = "not installed; pip install 'spark-elastic[spark]', or run under the cluster's own spark-submit"
+    missing = "not installed; install spark-elastic with the extra [spark], or run under the cluster's own spark-submit"
     lines.append(f"[{mark[spark is not None]}] PySpark {spark or ': ' + missing}")
 
     try:

@@ -86,7 +86,7 @@ def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise UsageError("pyspark is not installed: pip install 'spark-elastic[connect]'") from None
+        raise UsageError("pyspark is not installed: install spark-elastic with the extra [connect]") from None
     check_packages("--remote")
     parts = urlsplit(url)
     if parts.scheme != "sc" or not parts.hostname:
@@ -116,7 +116,7 @@ def spark_session(
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise UsageError("pyspark is not installed: pip install 'spark-elastic[spark]'") from None
+        raise UsageError("pyspark is not installed: install spark-elastic with the extra [spark]") from None
 
     wanted = {"spark.ui.showConsoleProgress": "false", "spark.app.name": name, **dict(conf)}
     # set by spark-submit for the Python program that it starts

@@ -240,7 +240,7 @@ def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
     if lacking:
         says = f"{says}; {' and '.join(lacking)} not installed here: estimators need all three, run only pyspark"
         level = PROBLEM if "pyspark" in lacking else WARNING
-        return Finding("packages", level, says, "pip install 'spark-elastic[spark]'", facts)
+        return Finding("packages", level, says, "install spark-elastic with the extra [spark]", facts)
     return Finding("packages", OK, says, facts=facts)
 
 

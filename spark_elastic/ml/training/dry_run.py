@@ -69,8 +69,8 @@ def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[N
         reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {_of_graph(error)}"
         raise DataError(
             f"{subject} cannot deal with the first {rows} rows: {reason}\nThe tensors were: {seen}. "
-            "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
-            "transformation_fn"
+            "Change what does not fit: the model, or the tensors, with input_dtypes, input_shapes, label_shapes, the "
+            "columns' types or a transformation_fn"
         ) from error
 
 

@@ -196,5 +196,5 @@ def test_public_key_that_gives_a_known_secret_is_refused(public):
 
 def test_encryption_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(MissingExtraError, match=r"encrypt=True needs cryptography.*spark-elastic\[encryption\]"):
+    with pytest.raises(MissingExtraError, match=r"encrypt=True needs cryptography.*extra \[encryption\]"):
         Connection(new_key(), server=True, encrypt=True)
