@@ -11,7 +11,6 @@ from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.topology import SlotReport
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import checked_cluster
@@ -52,12 +51,6 @@ class ThisMachine:
         self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded, agent: Callable[..., Any]
     ) -> Launcher:
         return self._launcher.bind(spec, on_ended)
-
-    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:
-        pass  # a job starts at once here
-
-    def place_workers(self, *_: Any) -> tuple[SlotReport, ...]:
-        return ()
 
     def sources(self) -> list[EventSource]:
         return []

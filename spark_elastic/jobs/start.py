@@ -8,9 +8,10 @@ import errno
 import functools
 import itertools
 import os
+import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import check_interfaces
@@ -31,7 +32,7 @@ from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
-from spark_elastic.spark.discovery import Waiting
+from spark_elastic.spark.discovery import Waiting, place_workers
 from spark_elastic.spark.own_modules import check_modules
 from spark_elastic.task import spark_agent
 from spark_elastic.task.reaper import default_child_signal
@@ -112,12 +113,12 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     url = None if page is None else page.url
     lease = None if folder is None else folder.lease
 
-    def place_workers() -> None:
-        waiting = Waiting(driver.stop_requested, driver.note_waiting)
-        reports = place.place_workers(spark_agent.look_at_slot, spec, settings, listening, waiting)
-        _check_interfaces(reports, spec, settings)
+    def prepare() -> None:
+        if isinstance(place, Cluster):
+            waiting = Waiting(driver.stop_requested, driver.note_waiting)
+            _check_interfaces(place_workers(place, spec, settings, listening, waiting), spec, settings)
 
-    return ElasticJob(spec.job, driver, place_workers, clean_up.close, url, lease)
+    return ElasticJob(spec.job, driver, prepare, clean_up.close, url, lease)
 
 
 def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:
@@ -135,15 +136,27 @@ def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings:
 def prepare_workers(call: RunCall) -> None:
     """Let the executors import what the workers of a call will need, if they are to keep it. Returns at once.
 
-    The job that follows need not be started: what was imported is kept as long as after a job.
+    The job that follows need not be started: what was imported is kept as long as after a job. Behind Spark Connect,
+    this would cost more than it gains.
     """
     keep_s = _keep_workers_s(call)
     if keep_s <= 0:
         return
-    modules = modules_of(pickled(call.fn, (), None))
-    env = dict(call.env or {})
+    place = place_of(call)
+    if not isinstance(place, Cluster) or place.remote:
+        return
+    env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
-    place_of(call).prepare_workers(spark_agent.prepare_workers, spec, call.max_num_proc or call.num_proc)
+    payload = pickle.dumps(spec)
+    now = place.count_slots().now or 0
+    width = min(call.max_num_proc or call.num_proc or now, now)
+
+    def task(_rows: Any) -> list[Any]:
+        spark_agent.prepare_workers(payload)
+        return []
+
+    if width > 0:
+        place.start_tasks(task, width, "spark_elastic: imports of workers")
 
 
 def _open_run(call: RunCall, place: Place, undo: contextlib.ExitStack) -> RunFolder | None:

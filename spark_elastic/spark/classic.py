@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import pickle
 import re
-import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.reasons import Wait, WaitKind, counted
-from spark_elastic.membership.topology import SlotReport
-from spark_elastic.settings import ElasticSettings
+from spark_elastic.membership.reasons import counted
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, without_secrets
+from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
 from spark_elastic.spark.console import bar_hidden, quiet_log
-from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.query_progress import shown
-from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -51,8 +45,6 @@ class ClassicCluster(Cluster):
     remote = False
     needed = NEEDED_FOR_ROWS
     needed_by_workers = NEEDED
-    poll_s = 0.1
-    _functions = "pyspark.sql.functions"
 
     context: SparkContext
 
@@ -87,10 +79,6 @@ class ClassicCluster(Cluster):
         return str(self.context.master)
 
     @property
-    def version(self) -> str:
-        return str(self.context.version)
-
-    @property
     def is_local(self) -> bool:
         return jvm.is_local_master(self.master)
 
@@ -103,17 +91,13 @@ class ClassicCluster(Cluster):
         version, home = (str(system.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
         return version, home
 
-    def in_words(self) -> str:
-        return f"Spark {self.version} on {self.master}, {self.application}"
-
     def leave_thread(self) -> None:
         jvm.close_connection(self.context)
 
     # --- data -------------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> Sent:
-        sent: Sent = self.context.broadcast(data)
-        return sent
+    def send(self, data: bytes) -> Any:
+        return self.context.broadcast(data)
 
     def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
         quiet_log(self.context)
@@ -209,13 +193,6 @@ class ClassicCluster(Cluster):
 
     # --- a job ------------------------------------------------------------------------------------
 
-    def apply(self, driver_host: str | None, ship_package: bool) -> None:
-        if driver_host is not None or ship_package:
-            given = "driver_host" if driver_host is not None else "ship_package"
-            raise InvalidSettingsError(
-                f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
-            )
-
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Both are those of Spark's own driver endpoint, which executors reach in any case."""
         host = self.setting("spark.driver.host") or "127.0.0.1"
@@ -233,37 +210,6 @@ class ClassicCluster(Cluster):
             shared=function,
             description=f"spark_elastic job {spec.job}",
         )
-
-    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:
-        """In a Spark job of its own, which takes some 0.1 s of their slots."""
-        payload = without_secrets(spec)
-
-        def task(_rows: Any) -> list[Any]:
-            prepare(payload)
-            return []
-
-        slots = jvm.slots_now(jvm.jvm_context(self.context))
-        width = slots if most is None else min(most, slots)
-        if width > 0:
-            self.start_tasks(task, width, "spark_elastic: imports of workers")
-
-    def place_workers(
-        self,
-        look: SlotLook,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        listening: socket.socket,
-        waiting: Waiting,
-    ) -> tuple[SlotReport, ...]:
-        # what the executors import from now on need not be waited for later
-        prepared = without_secrets(spec) if spec.keep_workers_s > 0 else None
-        try:
-            probe = place_together(self, functools.partial(look, prepared), settings, waiting)
-        finally:
-            self.leave_thread()
-        if not probe.seen:
-            waiting.show(Wait(WaitKind.REPORTED, detail=probe.why), None)
-        return tuple(report for report, _ in probe.seen)
 
     def sources(self) -> list[ExecutorWatch]:
         return [ExecutorWatch(self.context)]

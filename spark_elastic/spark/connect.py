@@ -7,26 +7,23 @@ import functools
 import logging
 import pickle
 import re
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from spark_elastic.errors import DriverUnreachableError, NoSparkContextError, UsageError
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.topology import SlotId, SlotReport
+from spark_elastic.membership.topology import Reach, SlotId
 from spark_elastic.redaction import first_line
-from spark_elastic.settings import ElasticSettings
-from spark_elastic.spark import connect_session
+from spark_elastic.spark import connect_session, package
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook
+from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
 from spark_elastic.spark.connect_session import server_answers, server_of
-from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.reachability import ReachabilityListener, candidate_addresses, in_order, unreached_in_words
+from spark_elastic.spark.reachability import candidate_addresses, in_order, unreached_in_words
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -42,8 +39,6 @@ class ConnectCluster(Cluster):
     remote = True
     needed = NEEDED_ON_CONNECT
     needed_by_workers = NEEDED_ON_CONNECT
-    poll_s = 0.5
-    _functions = "pyspark.sql.connect.functions"
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -92,10 +87,6 @@ class ConnectCluster(Cluster):
         return self._spark_master or "the Spark Connect server"
 
     @property
-    def version(self) -> str:
-        return str(self.context.version)
-
-    @property
     def is_local(self) -> bool:
         if not is_local_master(self._spark_master):
             return False
@@ -105,15 +96,9 @@ class ConnectCluster(Cluster):
     def python(self) -> str:
         return ON_CONNECT  # no task could say its path
 
-    def java(self) -> tuple[str, str] | None:
-        return None
-
-    def in_words(self) -> str:
-        return f"Spark {self.version} through Spark Connect"
-
     # --- data -------------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> Sent:
+    def send(self, data: bytes) -> Any:
         return connect_session.send(self.context, data)
 
     def small_batches(self, session: Any) -> AbstractContextManager[None]:
@@ -171,7 +156,7 @@ class ConnectCluster(Cluster):
     def apply(self, driver_host: str | None, ship_package: bool) -> None:
         self._driver_host = driver_host
         if ship_package:
-            self.ship_package()
+            package.ship_package(self.context)
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Executors may be on other machines than the server, so without `driver_host` all addresses are tried."""
@@ -191,22 +176,9 @@ class ConnectCluster(Cluster):
 
         return lambda ended: ConnectLauncher(self.context, agent, payload, ended)
 
-    def place_workers(
-        self,
-        look: SlotLook,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        listening: socket.socket,
-        waiting: Waiting,
-    ) -> tuple[SlotReport, ...]:
-        """Finds out at which addresses executors reach this program, too."""
-        with ReachabilityListener(listening, spec.key):
-            look_here = functools.partial(look, None, spec.driver_addresses, spec.key)
-            probe = place_together(self, look_here, settings, waiting)
-        reaches = [reach for _, reach in probe.seen]
+    def take_reaches(self, spec: LaunchSpec, need: int, reaches: Sequence[Reach]) -> None:
         without = [reach for reach in reaches if not reach.reached]
         hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]
-        if without and len(reaches) - len(without) < min(settings.min_num_proc, len(reaches)):
+        if without and len(reaches) - len(without) < min(need, len(reaches)):
             raise DriverUnreachableError(addresses=hosts, port=port, tried=unreached_in_words(without[0]))
         self._addresses[spec.job] = tuple((host, port) for host in in_order(hosts, reaches))
-        return tuple(report for report, _ in probe.seen)

@@ -12,9 +12,9 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.reporting.progress import View, plain_line
 from spark_elastic.reporting.screens import screen_for
+from spark_elastic.spark.cluster import CANCEL_S, TaskRun
 from spark_elastic.spark.console import bar_hidden
 from spark_elastic.spark.jvm import close_connection
-from spark_elastic.spark.task_run import CANCEL_S, TaskRun
 
 _SHOWN_AFTER_S = 1.0
 _LOOK_S = 0.5

@@ -7,86 +7,22 @@ import dataclasses
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from spark_elastic.membership.topology import LaunchId, Reach, SlotId, SlotReport
-from spark_elastic.task.executor_process import (
-    LOCAL_EXECUTOR,
-    accelerators_in_task,
-    cores_in_task,
-    executor_id_in_task,
-    host_name_in_task,
-    jvm_pid_in_task,
-)
-from spark_elastic.wire.interfaces import address_of, interface_addresses
+from spark_elastic.membership.topology import LaunchId, SlotId
+from spark_elastic.spark.executor_process import accelerators_in_task, cores_in_task, jvm_pid_in_task, slot_report
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
     from spark_elastic.wire.messages import LaunchSpec
 
 
-REACH_TIMEOUT_S = 2.0
-"""Time for a connection to one address of the driver; a task tries all of them at once."""
-
-
-def slot_report() -> SlotReport:
-    """Describe the slot that this process occupies: executor, host, interfaces, cores and GPUs."""
-    return SlotReport(
-        host=_host_in_task(),
-        executor=executor_id_in_task(),
-        addresses=interface_addresses(),
-        cores=cores_in_task(),
-        accelerators=accelerators_in_task(),
-        python=sys.version.split()[0],
-    )
-
-
-def look_at_slot(
-    prepare: bytes | None = None, addresses: Sequence[tuple[str, int]] = (), key: bytes = b""
-) -> tuple[SlotReport, Reach]:
-    """Describe this slot, and at which addresses of the driver it has reached the driver itself.
-
-    Tries all addresses at the same time, for `REACH_TIMEOUT_S`. With `prepare`, calls `prepare_workers` first.
-    """
-    if prepare is not None:
-        prepare_workers(prepare)
-    report = slot_report()
-    reached: list[str] = []
-    failed: dict[str, str] = {}
-
-    def attempt(host: str, port: int) -> None:
-        from spark_elastic.wire.channel import connect
-
-        try:
-            connect([(host, port)], key, timeout_s=REACH_TIMEOUT_S).close()
-            reached.append(host)
-        except Exception as error:
-            failed[host] = str(error).partition(f"{host}:{port}: ")[2] or str(error)
-
-    threads = [
-        threading.Thread(target=attempt, args=address, name="spark_elastic reach", daemon=True) for address in addresses
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * REACH_TIMEOUT_S)
-    return report, Reach(report.host, tuple(reached), failed)
-
-
-def _host_in_task() -> str:
-    """Return the machine's address if its name can be resolved; 127.0.0.1 in local mode."""
-    if executor_id_in_task() == LOCAL_EXECUTOR:
-        return "127.0.0.1"
-    return address_of(host_name_in_task() or socket.gethostname())
-
-
 def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes | None = None) -> AgentOutcome:
     """Run the agent of a slot. The payload is a pickled `LaunchSpec`; a large function was broadcast by itself."""
-    from spark_elastic.task.agent import run_agent  # here: discovery imports this module for `slot_report` alone
+    from spark_elastic.task.agent import run_agent
 
     order: LaunchSpec = pickle.loads(payload)
     if function is not None:
