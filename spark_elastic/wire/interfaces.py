@@ -136,7 +136,7 @@ def is_address(name: str) -> bool:
 
 
 def on_this_machine(address: str) -> str:
-    """Return `THIS_MACHINE` for any address of this machine, also a second one of an interface, and others unchanged."""
+    """Return `THIS_MACHINE` for any address of this machine, listed or not, and others as they are."""
     if not is_address(address):
         return address
     if not is_loopback(address):
