@@ -42,7 +42,6 @@ _FAILURE_KNOWN_S = 5.0
 _STOPPED_S = 3.0
 """Seconds after the SparkContext's stop in which Spark reports the ends of its jobs. It forgets a job that is submitted
 at the moment of the stop."""
-_TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +82,11 @@ class SparkLauncher:
     executors' block managers, and passed to `agent_entry` as the fourth argument."""
     description: str
     """Text in Spark's UI before ": worker slot 3"."""
-    apart: bool | None = None
-    """True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python worker
-    that it has reused."""
 
     def __post_init__(self) -> None:
-        self._apart = kills_reused_workers(self.sc.version) if self.apart is None else self.apart
+        # The monitor of a cancelled task may kill a Python worker that has been reused by then (SPARK-54217).
+        self._apart = tuple(map(int, re.findall(r"\d+", self.sc.version)[:2])) < (4, 3)
+        """True: agents run in Python workers that no other task uses."""
         self._broadcast: Any = None
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
         self._jobs = SlotJobs(self.sc)
@@ -112,12 +110,8 @@ class SparkLauncher:
 
     def launch(self, slot: SlotId) -> None:
         with self._changed:
-            if slot in self._running:
-                raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
             self._launches += 1
             launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
-            if self._closed:
-                launch.stop_cause = reported("the launcher is closed")
             self._running[slot] = launch
             self._to_submit.append(launch)
             if self._thread is None:
@@ -149,8 +143,6 @@ class SparkLauncher:
         pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:
-        if threading.current_thread() is self._thread:
-            return why_gone(self.sc)
         # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
         answer: list[str | None] = []
 
@@ -181,27 +173,20 @@ class SparkLauncher:
     # --- the launcher's thread ------------------------------------------------------------------
 
     def _work(self) -> None:
+        listening = False
         try:
-            while True:
-                listening = self._open()
-                while self._turn(listening):
-                    pass
-                self._jobs.close()
-                self._destroy_broadcast()
-                with self._changed:
-                    if not self._running:
-                        self._thread = None
-                        return
+            try:
+                listening = self._jobs.open(cast("SparkContext", _SeparateWorkers(self.sc)) if self._apart else self.sc)
+            except Exception as error:  # the jobs say why, if they cannot run either
+                log.debug("could not prepare the slots' jobs: %s", error)
+            while self._turn(listening):
+                pass
+            self._jobs.close()
+            if self._broadcast is not None:
+                with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
+                    self._broadcast.destroy()
         finally:
             close_connection(self.sc)
-
-    def _open(self) -> bool:
-        """Listen to Spark. Returns False if that is not possible; the jobs then say why, if they cannot run either."""
-        try:
-            return self._jobs.open(cast("SparkContext", _SeparateWorkers(self.sc)) if self._apart else self.sc)
-        except Exception as error:
-            log.debug("could not prepare the slots' jobs: %s", error)
-            return False
 
     def _turn(self, listening: bool) -> bool:
         """Submit and cancel what there is to, then look at what has happened. Returns False at the end."""
@@ -235,16 +220,10 @@ class SparkLauncher:
             return
         slot = launch.slot
         try:
-            payload = self.payload_for_slot(slot)
-            task = agent_task(
-                self.agent_entry,
-                slot,
-                launch.id,
-                payload,
-                _PIECE_BYTES,
-                shared=self._shared_variable(),
-                once=self._apart,
-            )
+            if self._broadcast is None and self.shared is not None:
+                self._broadcast = self.sc.broadcast(self.shared)
+            work = self.agent_entry, slot, launch.id, self.payload_for_slot(slot)
+            task = agent_task(*work, _PIECE_BYTES, shared=self._broadcast, once=self._apart)
             rdd, deserializer = self._jobs.rdd_of(task)
             launch.job = self._jobs.submit(rdd, deserializer, launch.group, f"{self.description}: worker slot {slot}")
         except Exception as error:
@@ -253,18 +232,6 @@ class SparkLauncher:
             self._over(launch, LaunchEnd(slot, cause, submitted=not failed_in_driver(error)))
             return
         self._by_job[launch.job.id] = launch
-
-    def _shared_variable(self) -> Any:
-        """Return the broadcast variable, created for the first slot that needs it; None if nothing is shared."""
-        if self._broadcast is None and self.shared is not None:
-            self._broadcast = self.sc.broadcast(self.shared)
-        return self._broadcast
-
-    def _destroy_broadcast(self) -> None:
-        if self._broadcast is not None:
-            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
-                self._broadcast.destroy()
-            self._broadcast = None
 
     def _hear(self) -> None:
         """Handle the events of the bus."""
@@ -340,20 +307,17 @@ class SparkLauncher:
         assert job is not None
         try:
             outcome = outcome_of(self._jobs.result(job))
-            end = LaunchEnd(slot, self._why_lost(job) if outcome is None else outcome.cause, outcome)
+            cause = outcome.cause if outcome is not None else None
+            if cause is None:
+                with contextlib.suppress(Exception):  # Spark has forgotten the job or its stage, and says so variously
+                    cause = self._jobs.failure(job)
+            end = LaunchEnd(slot, cause or reported("the slot's task was lost"), outcome)
         except Exception as error:
             end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
         if launch.stop_cause is not None and not delivered:  # Spark only knows that it was cancelled
             end = LaunchEnd(slot, launch.stop_cause, submitted=end.submitted)
         self._over(launch, end)
-
-    def _why_lost(self, job: SlotJob) -> LossCause:
-        try:
-            return self._jobs.failure(job) or _TASK_LOST
-        except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
-            log.debug("no failure of job %d is known: %s", job.id, error)
-            return _TASK_LOST
 
     def _over(self, launch: _Launch, end: LaunchEnd) -> None:
         if launch.job is not None:
@@ -381,9 +345,3 @@ class _SeparateWorkers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sc, name)
-
-
-def kills_reused_workers(pyspark_version: str) -> bool:
-    """Return True if the monitor of a cancelled task may kill a Python worker that runs another task (SPARK-54217)."""
-    numbers = re.findall(r"\d+", pyspark_version)[:2]
-    return tuple(map(int, numbers)) < (4, 3)
