@@ -183,13 +183,15 @@ class ClassicCluster(Cluster):
         return max(int(sizes[1]) * cores, jvm.slots_now(jvm.jvm_context(self.context)))
 
     def slots_free(self) -> int | None:
-        return max(0, jvm.slots_now(jvm.jvm_context(self.context)) - jvm.running_tasks(self.context))
+        context = jvm.jvm_context(self.context)
+        running = str(context.taskScheduler().runningTasksByExecutors().values().mkString(" "))
+        return max(0, jvm.slots_now(context) - sum(map(int, running.split())))
 
     def executors(self) -> frozenset[str] | None:
         return frozenset() if jvm.is_local(self.context) else frozenset(jvm.executor_ids(self.context))
 
     def allocates_dynamically(self) -> bool:
-        return jvm.dynamic_allocation(self.context)
+        return self.setting("spark.dynamicAllocation.enabled") == "true" and not jvm.is_local(self.context)
 
     # --- a job ------------------------------------------------------------------------------------
 

@@ -66,7 +66,12 @@ def quiet_log(context: Any) -> None:
         return
     _quieted.add(context.applicationId)
     with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ
-        if setting_of(context, "spark.log.level") is not None or not _has_default_log(context):
+        # nobody has configured log4j: Spark uses the configuration in its own jar
+        spark = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)
+        if setting_of(context, "spark.log.level") is not None or not getattr(spark, _DEFAULT_FLAG)():
+            return
+        # spark-submit sets a threshold for its own lines, which has no effect on the program's; setLogLevel removes it
+        if spark.sparkShellThresholdLevel() is None:
             return
         if str(context._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()) == "INFO":
             context.setLogLevel(QUIET_LEVEL)
@@ -76,12 +81,3 @@ def quiet_log(context: Any) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _has_default_log(context: Any) -> bool:
-    """Return True if Spark uses the log4j configuration in its own jar, and nobody has called `setLogLevel`.
-
-    `spark-submit` sets a threshold for its own lines, which has no effect on the program's; `setLogLevel` removes it.
-    """
-    logging = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)
-    return bool(getattr(logging, _DEFAULT_FLAG)()) and logging.sparkShellThresholdLevel() is not None

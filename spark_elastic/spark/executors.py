@@ -27,48 +27,6 @@ _PAUSE_PER_EXECUTOR_S = 0.02
 also where executors come and go all the time."""
 
 
-class ExecutorListener:
-    """The executor events of Spark's listener bus, as Python values.
-
-    Registered from its construction until `close`. One thread polls; any thread may close.
-
-    Raises:
-        py4j.protocol.Py4JError: The JVM has no java.beans (a JRE cut down by jlink).
-    """
-
-    def __init__(self, sc: SparkContext) -> None:
-        jvm: Any = sc._jvm
-        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
-        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
-        self._removed: set[str] = set()
-        self._listener = BusListener(sc, dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT)))
-
-    def poll(self, timeout_s: float) -> tuple[str, str | None] | None:
-        """Return the next executor with the reason why it is lost, or None for one that has registered.
-
-        Waits up to `timeout_s` for it. Returns None if there was none, or after `wake`.
-        """
-        event = self._events.poll(int(timeout_s * 1000), self._milliseconds)
-        if event is None or isinstance(event, str):
-            return None
-        executor = str(event.executorId())
-        if event.getClass().getSimpleName() == "SparkListenerExecutorAdded":
-            self._removed.discard(executor)
-            return executor, None
-        if executor in self._removed:  # Spark may post it twice
-            return None
-        self._removed.add(executor)
-        return executor, str(event.reason())
-
-    def wake(self) -> None:
-        """Make a `poll` that waits in another thread return at once."""
-        self._events.add("wake")
-
-    def close(self) -> None:
-        """Leave the bus. May be called again."""
-        self._listener.close()
-
-
 class ExecutorWatch:
     """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
 
@@ -88,7 +46,9 @@ class ExecutorWatch:
         self._inactive: set[str] = set()
         """Executors that Spark does not use any more, for a reason that it has not said yet."""
         self._pause_s = interval_s
-        self._listener: ExecutorListener | None = None
+        self._removed: set[str] = set()
+        """Executors whose removal was reported. Spark may post it twice."""
+        self._listener: BusListener | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, post: Callable[[ExecutorDecommissioned | ExecutorLost], None]) -> None:
@@ -96,8 +56,12 @@ class ExecutorWatch:
         self._post = post
         if is_local(self._sc):
             return
+        jvm: Any = self._sc._jvm
+        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
+        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         try:
-            self._listener = ExecutorListener(self._sc)
+            wanted = dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT))
+            self._listener = BusListener(self._sc, wanted)
         except Exception as error:  # the watch works without it, whatever the JVM lacks
             log.warning(
                 "no executor listener (%s); lost executors are seen by asking every %.1f s", error, self._interval_s
@@ -111,7 +75,7 @@ class ExecutorWatch:
         self._stopping.set()
         try:
             if self._listener is not None:
-                self._listener.wake()
+                self._events.add("wake")  # ends a poll that waits in the thread
         except Exception as error:  # the JVM is gone, which ends the thread's wait for it as well
             log.debug("could not wake the executor watch: %s", error)
         finally:
@@ -139,14 +103,17 @@ class ExecutorWatch:
             self._compare()
         else:
             while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
-                if (event := self._listener.poll(left)) is None:
+                event = self._events.poll(int(left * 1000), self._milliseconds)
+                if event is None or isinstance(event, str):
                     continue
-                self._slots, (executor, why) = None, event
-                if why is None:
+                self._slots, executor = None, str(event.executorId())
+                if event.getClass().getSimpleName() == "SparkListenerExecutorAdded":
                     self._known.add(executor)
-                else:
+                    self._removed.discard(executor)
+                elif executor not in self._removed:
                     self._known.discard(executor)
-                    self._post(ExecutorLost(executor, loss_of_executor(why)))
+                    self._removed.add(executor)
+                    self._post(ExecutorLost(executor, loss_of_executor(str(event.reason()))))
         if not self._stopping.is_set():
             self._ask_for_decommissions()
 

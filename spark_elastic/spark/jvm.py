@@ -76,16 +76,6 @@ def executor_ids(sc: SparkContext) -> list[str]:
     return str(jvm_context(sc).getExecutorIds().mkString("\n")).split()  # one call, not one for each
 
 
-def running_tasks(sc: SparkContext) -> int:
-    """Return how many tasks of the application run now."""
-    counts = str(jvm_context(sc).taskScheduler().runningTasksByExecutors().values().mkString(" "))
-    return sum(map(int, counts.split()))
-
-
 def is_local(sc: SparkContext) -> bool:
     """Return True if tasks run inside the driver's own JVM (`local[N]`, but not `local-cluster`)."""
     return bool(jvm_context(sc).isLocal())
-
-
-def dynamic_allocation(sc: SparkContext) -> bool:
-    return setting_of(sc, "spark.dynamicAllocation.enabled") == "true" and not is_local(sc)
