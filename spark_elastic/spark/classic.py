@@ -161,7 +161,7 @@ class ClassicCluster(Cluster):
         """Asks the scheduler, which takes milliseconds."""
         context = jvm.jvm_context(self.context)
         now = jvm.slots_now(context)
-        executors = 1 if jvm.is_local(self.context) else int(context.getExecutorIds().size())
+        executors = 1 if self.is_local else int(context.getExecutorIds().size())
         cpus = self.setting("spark.task.cpus", "1")
         where = f"{counted(executors, 'executor')} with {now} slots in all (spark.task.cpus={cpus})"
         most_executors = int(self.setting("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
@@ -174,7 +174,7 @@ class ClassicCluster(Cluster):
         return SlotCount(now, max(most_executors * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
-        if jvm.is_local(self.context):
+        if self.is_local:
             return jvm.slots_now(jvm.jvm_context(self.context))
         sizes = _LOCAL_CLUSTER.fullmatch(self.master)
         if sizes is None or self.allocates_dynamically():
@@ -188,10 +188,10 @@ class ClassicCluster(Cluster):
         return max(0, jvm.slots_now(context) - sum(map(int, running.split())))
 
     def executors(self) -> frozenset[str] | None:
-        return frozenset() if jvm.is_local(self.context) else frozenset(jvm.executor_ids(self.context))
+        return frozenset() if self.is_local else frozenset(jvm.executor_ids(self.context))
 
     def allocates_dynamically(self) -> bool:
-        return self.setting("spark.dynamicAllocation.enabled") == "true" and not jvm.is_local(self.context)
+        return self.setting("spark.dynamicAllocation.enabled") == "true" and not self.is_local
 
     # --- a job ------------------------------------------------------------------------------------
 

@@ -221,14 +221,6 @@ class Cluster(abc.ABC):
         answer: tuple[str, str, list[str]] = run.rows[0]
         return answer
 
-    def lost(self, error: BaseException) -> str | None:
-        """Return in words why no job of this session will ever run again; None if the error does not say so."""
-        return None
-
-    def was_interrupted(self, error: BaseException) -> bool:
-        """Return True if somebody else has ended the tasks, which may be started again."""
-        return False
-
     # --- slots ------------------------------------------------------------------------------------
 
     @abc.abstractmethod

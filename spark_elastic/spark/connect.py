@@ -7,28 +7,33 @@ import functools
 import logging
 import pickle
 import re
+import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from spark_elastic.errors import DriverUnreachableError, NoSparkContextError, UsageError
 from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.topology import Reach, SlotId
 from spark_elastic.redaction import first_line
-from spark_elastic.spark import connect_session, package
+from spark_elastic.spark import package
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
-from spark_elastic.spark.connect_session import server_answers, server_of
+from spark_elastic.spark.connect_session import SentBytes, SentFile, rows_of_tasks, server_answers, server_of
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.reachability import candidate_addresses, in_order, unreached_in_words
+from spark_elastic.spark.reachability import candidate_addresses, in_order
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 
 log = logging.getLogger(__name__)
 
+INLINE_BYTES = 128 * 1024
+"""Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
 _RANGE = re.compile(r"Range \(0, \d+, step=1, splits=(\d+)\)")
 _LOCAL = re.compile(r"local\[\s*(\d+)\s*(?:,\s*\d+\s*)?\]")
 
@@ -99,7 +104,14 @@ class ConnectCluster(Cluster):
     # --- data -------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> Any:
-        return connect_session.send(self.context, data)
+        if len(data) <= INLINE_BYTES:
+            return SentBytes(data)
+        name = f"spark_elastic-{uuid.uuid4().hex}"
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-send-") as folder:
+            path = Path(folder) / name
+            path.write_bytes(data)
+            self.context.addArtifacts(str(path), file=True)
+        return SentFile(name)
 
     def small_batches(self, session: Any) -> AbstractContextManager[None]:
         every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
@@ -108,19 +120,13 @@ class ConnectCluster(Cluster):
     # --- tasks ------------------------------------------------------------------------------------
 
     def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
-        return connect_session.rows_of_tasks(self.context, task, width, barrier)
+        return rows_of_tasks(self.context, task, width, barrier)
 
     def tagging(self, tag: str, name: str) -> Callable[[], None]:
         return lambda: self.context.addTag(tag)  # tags belong to the thread; its scheduler's UI is on the server
 
     def cancel_tagged(self, tag: str) -> None:
         self.context.interruptTag(tag)
-
-    def lost(self, error: BaseException) -> str | None:
-        return connect_session.why_session_is_gone(error)
-
-    def was_interrupted(self, error: BaseException) -> bool:
-        return connect_session.was_interrupted(error)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -180,5 +186,6 @@ class ConnectCluster(Cluster):
         without = [reach for reach in reaches if not reach.reached]
         hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]
         if without and len(reaches) - len(without) < min(need, len(reaches)):
-            raise DriverUnreachableError(addresses=hosts, port=port, tried=unreached_in_words(without[0]))
+            tried = "; ".join(f"{address}: {why}" for address, why in without[0].failed.items())
+            raise DriverUnreachableError(addresses=hosts, port=port, tried=f"from host {without[0].host}: {tried}")
         self._addresses[spec.job] = tuple((host, port) for host in in_order(hosts, reaches))

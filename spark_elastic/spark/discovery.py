@@ -19,10 +19,11 @@ from spark_elastic.membership.reasons import Wait, WaitKind, loss_in_words
 from spark_elastic.membership.topology import Reach, SlotReport
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.connect_session import was_interrupted, why_session_is_gone
 from spark_elastic.spark.executor_process import look_at_slot
 from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
 from spark_elastic.spark.failures import loss_of_error
-from spark_elastic.spark.reachability import ReachabilityListener
+from spark_elastic.spark.reachability import answering
 from spark_elastic.wire.messages import LaunchSpec
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def place_workers(
     with contextlib.ExitStack() as undo:
         undo.callback(cluster.leave_thread)
         if cluster.remote:
-            undo.enter_context(ReachabilityListener(listening, spec.key))
+            undo.enter_context(answering(listening, spec.key))
             look = functools.partial(look_at_slot, spec.driver_addresses, spec.key)
         found = _place_together(cluster, look, settings, waiting)
     if not found.seen:
@@ -165,7 +166,7 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
     said = False
     while True:
         over = run.over.wait(_LOOK_S)
-        if over and run.error is not None and cluster.was_interrupted(run.error):
+        if over and run.error is not None and cluster.remote and was_interrupted(run.error):
             log.info("the probe's tasks were cancelled on the server; they are started again")
             run, over = cluster.start_tasks(task, width, name, barrier=width > 1), False
             waiting.stop.wait(_POLL_S)
@@ -189,7 +190,7 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
         if executors is not None:
             _probed[cluster.application] = executors, found
         return found
-    if lost := cluster.lost(run.error):
+    if cluster.remote and (lost := why_session_is_gone(run.error)):
         raise SessionLostError(reason=lost, progress=None)
     if (wrong_python := python_error_of(run.error, cluster.python, on_connect=cluster.remote)) is not None:
         raise wrong_python

@@ -79,8 +79,7 @@ def refuse_python(answer: tuple[str, str, list[str]], *, on_connect: bool = Fals
     path, version, missing = answer
     if missing:
         alone = " (ship_package=True sends it)" if on_connect and list(missing) == ["spark_elastic"] else ""
-        problem = f"it has no {', '.join(missing)}{alone}"
-        raise python_error(f"{path} ({version})", problem=problem, on_connect=on_connect)
+        raise _python_error(f"{path} ({version})", f"it has no {', '.join(missing)}{alone}", on_connect)
 
 
 def python_error_of(error: BaseException, python: str, *, on_connect: bool = False) -> ExecutorPythonError | None:
@@ -89,19 +88,18 @@ def python_error_of(error: BaseException, python: str, *, on_connect: bool = Fal
     `python` is the program that Spark starts on the executors.
     """
     text = str(error)
+    theirs, problem = python, ""
     if _VERSION_DIFFERS.search(text):
-        return python_error(python, problem="its minor version is another one", on_connect=on_connect)
-    if program := _NOT_RUN.search(text):
-        return python_error(program[1], problem="there is no such program", on_connect=on_connect)
-    if _NOT_STARTED in text:
-        return python_error(python, problem="it does not start", on_connect=on_connect)
-    if found := _NO_ARROW.search(text):
-        package = (found[1] or found[2]).lower()
-        problem = f"it has no {package}, or a version that is too old"
-        return python_error(python, problem=problem, on_connect=on_connect)
-    return None
+        problem = "its minor version is another one"
+    elif program := _NOT_RUN.search(text):
+        theirs, problem = program[1], "there is no such program"
+    elif _NOT_STARTED in text:
+        problem = "it does not start"
+    elif found := _NO_ARROW.search(text):
+        problem = f"it has no {(found[1] or found[2]).lower()}, or a version that is too old"
+    return _python_error(theirs, problem, on_connect) if problem else None
 
 
-def python_error(theirs: str, *, problem: str, on_connect: bool = False) -> ExecutorPythonError:
+def _python_error(theirs: str, problem: str, on_connect: bool) -> ExecutorPythonError:
     ours, version = f"{sys.executable} ({platform.python_version()})", ".".join(platform.python_version_tuple()[:2])
     return ExecutorPythonError(theirs=theirs, ours=ours, problem=problem, version=version, on_connect=on_connect)

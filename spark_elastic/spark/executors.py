@@ -15,7 +15,7 @@ from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.spark.bus import EVENT, BusListener
 from spark_elastic.spark.failures import loss_of_executor
-from spark_elastic.spark.jvm import close_connection, executor_ids, is_local, jvm_context, slots_now
+from spark_elastic.spark.jvm import close_connection, executor_ids, is_local_master, jvm_context, slots_now
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -54,7 +54,7 @@ class ExecutorWatch:
     def start(self, post: Callable[[ExecutorDecommissioned | ExecutorLost], None]) -> None:
         """Call `post` from the watch's own thread for each event from now on, until `close`."""
         self._post = post
-        if is_local(self._sc):
+        if is_local_master(self._sc.master):
             return
         jvm: Any = self._sc._jvm
         self._events = jvm.java.util.concurrent.LinkedBlockingQueue()

@@ -74,8 +74,3 @@ def slots_now(context: Any) -> int:
 def executor_ids(sc: SparkContext) -> list[str]:
     """Return the registered executors. Not for local mode, where Spark logs a warning at each call."""
     return str(jvm_context(sc).getExecutorIds().mkString("\n")).split()  # one call, not one for each
-
-
-def is_local(sc: SparkContext) -> bool:
-    """Return True if tasks run inside the driver's own JVM (`local[N]`, but not `local-cluster`)."""
-    return bool(jvm_context(sc).isLocal())
