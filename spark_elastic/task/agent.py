@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import pickle
@@ -163,23 +164,18 @@ def run_agent(
         return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
 
 
+@dataclasses.dataclass(eq=False)
 class _Agent:
-    def __init__(
-        self,
-        order: LaunchSpec,
-        slot: SlotId,
-        launch: LaunchId,
-        report: SlotReport,
-        guardian: int | None,
-        server_guardians: Sequence[int],
-    ) -> None:
-        self._order = order
-        self._server_guardians = server_guardians
-        self._slot = slot
-        self._launch = launch
-        self._report = report
-        self._guardian = guardian
-        self._env = worker_environment(order, dict(os.environ), sys.path, report.cores, report.accelerators)
+    _order: LaunchSpec
+    _slot: SlotId
+    _launch: LaunchId
+    _report: SlotReport
+    _guardian: int | None
+    _server_guardians: Sequence[int]
+
+    def __post_init__(self) -> None:
+        report = self._report
+        self._env = worker_environment(self._order, dict(os.environ), sys.path, report.cores, report.accelerators)
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
@@ -195,10 +191,6 @@ class _Agent:
         """The executor's JVM has ended: workers die because the agent kills them, and Spark reports why."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
-        self._opened = asyncio.Event()
-        """Set once the driver is authenticated."""
-        self._dropped = asyncio.Event()
-        """Set when the current attempt to connect ended without authentication."""
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
@@ -258,14 +250,16 @@ class _Agent:
                 share = max((deadline - clock.monotonic()) / (len(addresses) - number), 0.1)
                 if len(addresses) > 1:  # an address that swallows packets must not delay the others
                     share = min(share, patience_s)
-                self._dropped.clear()
+                opened: asyncio.Future[bool] = loop.create_future()
                 try:
-                    await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
-                    answered = await asyncio.wait_for(self._opened_or_dropped(), share)
+                    await asyncio.wait_for(
+                        loop.create_connection(functools.partial(self._new_stream, opened), host, port), share
+                    )
+                    authenticated = await asyncio.wait_for(opened, share)
                 except (OSError, asyncio.TimeoutError) as error:
                     failures[host, port] = f"{with_port(host, port)}: {error or 'no answer'}"
                     continue
-                if answered:
+                if authenticated:
                     reached = ((host, port), *(each for each in addresses if each != (host, port)))
                     self._order = dataclasses.replace(self._order, driver_addresses=reached)
                     return
@@ -274,29 +268,26 @@ class _Agent:
                 break
             patience_s *= 2
             await asyncio.sleep(retry_pause_s())
-        if self._finish is None:
-            self._kind = LossKind.UNREACHABLE
-        self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
+        why = f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}"
+        self._finish_because(why, LossKind.UNREACHABLE)
 
-    async def _opened_or_dropped(self) -> bool:
-        """Wait for the end of the handshake; return True if the driver is authenticated."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._opened, self._dropped)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        return self._opened.is_set()
+    def _new_stream(self, opened: asyncio.Future[bool]) -> MessageStream:
+        """Return the stream of a connection; `opened` gets True if the driver is authenticated, else False."""
 
-    def _new_stream(self) -> MessageStream:
+        def answer(authenticated: bool) -> None:
+            if not opened.done():
+                opened.set_result(authenticated)
+
         self._stream = MessageStream(
             self._order.key,
             server=False,
             encrypt=self._order.encrypt,
-            on_open=lambda stream: self._opened.set(),
+            on_open=lambda stream: answer(True),
             on_message=self._on_message,
-            on_closed=lambda stream, why: self._lost_driver(why),
-            on_unauthenticated=lambda stream: self._dropped.set(),
+            on_closed=lambda stream, why: self._finish_because(
+                f"the channel to the driver is gone: {why}", LossKind.UNEXPLAINED
+            ),
+            on_unauthenticated=lambda stream: answer(False),
         )
         return self._stream
 
@@ -315,15 +306,10 @@ class _Agent:
             python=self._report.python,
         )
 
-    def _finish_because(self, why: str) -> None:
+    def _finish_because(self, why: str, kind: LossKind = LossKind.REPORTED) -> None:
         if self._finish is None:
-            self._finish = FinishAgent(keep_result=False, why=why)
+            self._finish, self._kind = FinishAgent(keep_result=False, why=why), kind
             self._over.set()
-
-    def _lost_driver(self, why: str) -> None:
-        if self._finish is None:
-            self._kind = LossKind.UNEXPLAINED
-        self._finish_because(f"the channel to the driver is gone: {why}")
 
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None

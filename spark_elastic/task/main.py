@@ -119,7 +119,9 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             if run is not None:
                 returned.clear()
                 link.returned(False)
-                _run_again()
+                from spark_elastic.elastic.finish import loops
+
+                loops.run_again()
     logging.shutdown()
     _leave_drivers_run()
     with contextlib.suppress(Exception):
@@ -237,7 +239,7 @@ def _call_until_returned(function: Callable[[], Any]) -> Any:
             if not loops.can_run_again:
                 raise
             log.info("a collective failed after the elastic loop; calling the function again from there: %s", error)
-        _run_again()
+        loops.run_again()
 
 
 def _call(function: Callable[[], Any]) -> Any:
@@ -264,12 +266,6 @@ def _end_child(code: object) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
-
-
-def _run_again() -> None:
-    from spark_elastic.elastic.finish import loops
-
-    loops.run_again()
 
 
 if __name__ == "__main__":

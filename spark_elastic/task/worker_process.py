@@ -147,7 +147,10 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
-        self._close_order_pipe()
+        if self._order_fd >= 0:
+            self._loop.remove_writer(self._order_fd)
+            os.close(self._order_fd)
+            self._order_fd = -1
 
     # --- pipes --------------------------------------------------------------------------------------
 
@@ -164,12 +167,6 @@ class WorkerProcess:
             self._loop.add_writer(self._order_fd, self._write_order)
         else:
             self._loop.remove_writer(self._order_fd)
-
-    def _close_order_pipe(self) -> None:
-        if self._order_fd >= 0:
-            self._loop.remove_writer(self._order_fd)
-            os.close(self._order_fd)
-            self._order_fd = -1
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
@@ -247,7 +244,10 @@ class WorkerProcess:
             return
         self._drain()
         self.is_running = False
-        self._close_pipes()
+        self.release()
+        for fd in (self._result_fd, self._death_fd, *self._streams):
+            self._loop.remove_reader(fd)
+            os.close(fd)
         self._agent.exited(self, exit_code)
 
     def _drain(self) -> None:
@@ -263,12 +263,6 @@ class WorkerProcess:
                 self._take(fd, data)
                 if not data:
                     break
-
-    def _close_pipes(self) -> None:
-        self._close_order_pipe()
-        for fd in (self._result_fd, self._death_fd, *self._streams):
-            self._loop.remove_reader(fd)
-            os.close(fd)
 
 
 class SpawnedProcess:
