@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import check_interfaces
@@ -42,9 +42,6 @@ from spark_elastic.wire.interfaces import THIS_MACHINE
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
 
-if TYPE_CHECKING:
-    from spark_elastic.jobs.run_folder import RunFolder
-
 CONNECT_TIMEOUT_S = 60.0
 KEPT_IN_NOTEBOOK_S = 60.0
 """The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
@@ -69,8 +66,11 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         sources.append(HostManager(call.discovery, place.host_of))
     bind, addresses = place.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
-        folder = _open_run(call, place, undo)
-        if folder is not None:
+        folder = None
+        if call.checkpoint_dir is not None:
+            from spark_elastic.jobs.run_folder import open_run  # it imports torch
+
+            folder = open_run(call, place if isinstance(place, Cluster) else None, undo)
             function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
         listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
@@ -105,7 +105,9 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             page = _serve_status(call, place, functools.partial(driver.document, status))
             undo.callback(page.close)
             if call.verbose:
-                printer.say(f"spark_elastic: status page: {_shown_address(page)}")
+                given = TOKEN_VARIABLE in os.environ  # a token that was made for this job alone may be shown
+                shown = f"{page.address} (token: ${TOKEN_VARIABLE})" if given else page.url
+                printer.say(f"spark_elastic: status page: {shown}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
             progress.describe_cluster = lambda: place.load(driver.tasks_pending)
@@ -157,14 +159,6 @@ def prepare_workers(call: RunCall) -> None:
 
     if width > 0:
         place.start_tasks(task, width, "spark_elastic: imports of workers")
-
-
-def _open_run(call: RunCall, place: Place, undo: contextlib.ExitStack) -> RunFolder | None:
-    if call.checkpoint_dir is None:
-        return None
-    from spark_elastic.jobs.run_folder import open_run  # it imports torch
-
-    return open_run(call, place if isinstance(place, Cluster) else None, undo)
 
 
 def _launch_spec(
@@ -252,8 +246,3 @@ def _serve_status(call: RunCall, place: Place, document: Callable[[], Document])
     page = StatusServer(listen_for_pages(bind, port), addresses[0], token, document)
     page.start()
     return page
-
-
-def _shown_address(page: StatusServer) -> str:
-    """Return the page's address for the program's output: with a token only if it was made for this job."""
-    return f"{page.address} (token: ${TOKEN_VARIABLE})" if TOKEN_VARIABLE in os.environ else page.url

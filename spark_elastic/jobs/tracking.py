@@ -60,8 +60,7 @@ def tracking_environment() -> dict[str, str]:
     """
     mlflow: Any = sys.modules.get("mlflow")
     try:
-        active = None if mlflow is None else mlflow.active_run()
-        if active is None:
+        if mlflow is None or (active := mlflow.active_run()) is None:
             return {}
         return {
             _URI: _absolute(mlflow.get_tracking_uri()),

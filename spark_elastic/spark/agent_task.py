@@ -26,14 +26,8 @@ def agent_task(
 ) -> Callable[[Any], Any]:
     """Return the function that Spark runs. It is pickled by value, so it must not use names of this module.
 
-    Args:
-        agent: Runs the agent.
-        slot: Its first argument.
-        launch: Its second argument.
-        payload: Its third argument.
-        piece_bytes: The size of the rows in which a result comes back.
-        shared: The broadcast variable whose value is the fourth argument; None: there is none.
-        once: Have the Python worker end with this task.
+    The arguments of `agent` are `slot`, `launch`, `payload` and, if there is one, the value of the broadcast variable
+    `shared`. A result comes back in rows of `piece_bytes`. With `once` the Python worker ends with this task.
     """
 
     def task(_rows: Any) -> Any:

@@ -15,7 +15,6 @@ from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.reasons import counted
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
 from spark_elastic.spark.console import bar_hidden, quiet_log
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
@@ -123,10 +122,6 @@ class ClassicCluster(Cluster):
         except Exception as error:  # of py4j: the plan is no public interface
             log.debug("the partitions of the query could not be counted: %s", error)
             return None
-
-    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
-        java = session._jsparkSession
-        return small_batches(session, str(java.sessionUUID()), lambda name: java.sessionState().conf().contains(name))
 
     # --- tasks ------------------------------------------------------------------------------------
 

@@ -164,10 +164,6 @@ class Cluster(abc.ABC):
         """Return the partitions of a query and the slots, if neighbouring ones may be joined; None if not known."""
         return None
 
-    @abc.abstractmethod
-    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
-        """Let Spark send Arrow batches to Python that fit into the processor's cache, while the block runs."""
-
     # --- tasks ------------------------------------------------------------------------------------
 
     def start_tasks(self, task: Callable[[Any], Any], width: int | None, name: str, barrier: bool = False) -> TaskRun:

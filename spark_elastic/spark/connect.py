@@ -10,7 +10,6 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from spark_elastic.membership.topology import Reach, SlotId
 from spark_elastic.redaction import first_line
 from spark_elastic.spark import package
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
 from spark_elastic.spark.connect_session import SentBytes, SentFile, rows_of_tasks, server_answers, server_of
@@ -112,10 +110,6 @@ class ConnectCluster(Cluster):
             path.write_bytes(data)
             self.context.addArtifacts(str(path), file=True)
         return SentFile(name)
-
-    def small_batches(self, session: Any) -> AbstractContextManager[None]:
-        every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
-        return small_batches(session, self.id, lambda name: every is None or name in every)
 
     # --- tasks ------------------------------------------------------------------------------------
 

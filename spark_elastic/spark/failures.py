@@ -39,7 +39,12 @@ def loss_of(message: str) -> LossCause:
         executor, how, reason = lost.groups()
         return LossCause(LossKind.EXECUTOR_LOST, name=executor, because=loss_of_executor(reason or how))
     if missing := _MODULE_MISSING.search(message):
-        return reported(_module_missing(missing.group(1)))
+        send = ", or ship it with sc.addPyFile or spark.submit.pyFiles"
+        name, ours = missing.group(1), missing.group(1).partition(".")[0] == "spark_elastic"
+        return reported(
+            f"the executors cannot import {'spark_elastic' if ours else name}: install it into the Python that they "
+            f"run (PYSPARK_PYTHON){send if ours else ''}"
+        )
     if _PYTHON_VERSION.search(message):
         return reported(
             f"the executors run another Python than the driver; before the session starts, set {PYTHON_SETTING} to a "
@@ -78,16 +83,6 @@ def loss_of_executor(message: str) -> LossCause:
 
 def _unexplained(words: str) -> LossCause:
     return LossCause(LossKind.UNEXPLAINED, detail=words)
-
-
-def _module_missing(module: str) -> str:
-    package = module.partition(".")[0]
-    if package == "spark_elastic":
-        return (
-            "the executors cannot import spark_elastic: install it into the Python that they run "
-            "(PYSPARK_PYTHON), or ship it with sc.addPyFile or spark.submit.pyFiles"
-        )
-    return f"the executors cannot import {module}: install it into the Python that they run (PYSPARK_PYTHON)"
 
 
 def _last_exception(message: str) -> str:
