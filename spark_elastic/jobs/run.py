@@ -167,11 +167,6 @@ def cancelled_on_error(job: ElasticJob) -> Iterator[None]:
 
 def plain_settings(call: RunCall) -> dict[str, Any]:
     """Return the arguments that were given as text for people, without the values of environment variables."""
-    given = {each.name: getattr(call, each.name) for each in declarations(RunCall)}
-    return describe_settings(
-        {
-            name: value
-            for name, value in given.items()
-            if name not in ("fn", "args", "kwargs", "callbacks", "spark") and value is not None
-        }
-    )
+    names = [each.name for each in declarations(RunCall)]
+    given = {name: getattr(call, name) for name in names if name not in ("fn", "args", "kwargs", "callbacks", "spark")}
+    return describe_settings({name: value for name, value in given.items() if value is not None})

@@ -83,7 +83,10 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             printer.say(f"spark_elastic: {fewer}")
         if folder is not None and call.verbose:
             printer.say(f"spark_elastic: {folder.in_words()}")
-        status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, place) else None
+        has_page = call.status_port is not None
+        if call.status_port == "auto":
+            has_page = place.is_local and call.verbose > 0
+        status = StatusModel(spec.job, settings, clock.monotonic()) if has_page else None
         driver = ElasticDriver(
             spec,
             settings,
@@ -231,12 +234,6 @@ def _within(place: Place, settings: ElasticSettings) -> tuple[ElasticSettings, s
 
 
 # --- the status page ------------------------------------------------------------------------------
-
-
-def _has_status_page(call: RunCall, place: Place) -> bool:
-    if call.status_port == "auto":
-        return place.is_local and call.verbose > 0
-    return call.status_port is not None
 
 
 def _serve_status(call: RunCall, place: Place, document: Callable[[], Document]) -> StatusServer:

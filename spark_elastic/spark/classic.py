@@ -16,11 +16,10 @@ from spark_elastic.membership.reasons import counted
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
-from spark_elastic.spark.console import bar_hidden, quiet_log
+from spark_elastic.spark.console import bar_hidden, quiet_log, shown
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
-from spark_elastic.spark.query_progress import shown
 from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import LaunchSpec
 

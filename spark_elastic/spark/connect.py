@@ -24,7 +24,7 @@ from spark_elastic.spark.connect_launcher import ConnectLauncher
 from spark_elastic.spark.connect_session import SentBytes, SentFile, rows_of_tasks, server_answers, server_of
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.reachability import candidate_addresses, in_order
+from spark_elastic.spark.reachability import candidate_addresses
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -95,9 +95,7 @@ class ConnectCluster(Cluster):
             return False
         return on_this_machine(address_of(server_of(self.context)[0])) == THIS_MACHINE
 
-    @property
-    def python(self) -> str:
-        return ON_CONNECT  # no task could say its path
+    python = ON_CONNECT  # no task could say its path
 
     # --- data -------------------------------------------------------------------------------------
 
@@ -182,4 +180,5 @@ class ConnectCluster(Cluster):
         if without and len(reaches) - len(without) < min(need, len(reaches)):
             tried = "; ".join(f"{address}: {why}" for address, why in without[0].failed.items())
             raise DriverUnreachableError(addresses=hosts, port=port, tried=f"from host {without[0].host}: {tried}")
-        self._addresses[spec.job] = tuple((host, port) for host in in_order(hosts, reaches))
+        best = sorted(hosts, key=lambda host: -sum(host in reach.reached for reach in reaches))
+        self._addresses[spec.job] = tuple((host, port) for host in best)

@@ -31,7 +31,7 @@ def slot_report() -> SlotReport:
 
     The host is the machine's address if its name can be resolved; 127.0.0.1 in local mode.
     """
-    _, command = _nearest_jvm()
+    _, command = nearest_jvm()
     executor = executor_id_of(command, os.environ)
     name = _option(command or (), "--hostname") or socket.gethostname()
     return SlotReport(
@@ -99,11 +99,6 @@ def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, 
     return url.group(1) if url else LOCAL_EXECUTOR
 
 
-def jvm_pid_in_task() -> int | None:
-    """Return the process id of the executor's JVM (in local mode the driver's); None if it is not visible."""
-    return _nearest_jvm()[0]
-
-
 def _task_context() -> Any:
     try:
         from pyspark import TaskContext
@@ -116,8 +111,11 @@ def _option(command: Sequence[str], name: str) -> str | None:
     return next((value for word, value in itertools.pairwise(command) if word == name), None)
 
 
-def _nearest_jvm() -> tuple[int, list[str]] | tuple[None, None]:
-    """Return process id and command line of the nearest JVM above this process; None if none is visible."""
+def nearest_jvm() -> tuple[int, list[str]] | tuple[None, None]:
+    """Return process id and command line of the executor's JVM (in local mode the driver's); None if it is not visible.
+
+    It is the nearest one above this process.
+    """
     pid = os.getppid()
     while pid > 1:
         try:

@@ -18,7 +18,7 @@ from spark_elastic.membership.launcher import LaunchEnd, OnEnded
 from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
-from spark_elastic.spark.failures import STOPPED, failed_in_driver, loss_of_error, loss_of_gone
+from spark_elastic.spark.failures import failed_in_driver, loss_of_error, loss_of_gone
 from spark_elastic.spark.jvm import close_connection, why_gone
 from spark_elastic.spark.slot_jobs import SlotJob, SlotJobs
 
@@ -39,9 +39,6 @@ _SUBMITTED_AT_A_TIME = 16
 """Jobs that are submitted before the ends of others are looked at again; each takes some milliseconds."""
 _FAILURE_KNOWN_S = 5.0
 """Spark's status store knows a failed task's error a moment after the event. It is asked for at most this long."""
-_STOPPED_S = 3.0
-"""Seconds after the SparkContext's stop in which Spark reports the ends of its jobs. It forgets a job that is submitted
-at the moment of the stop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +47,6 @@ class _Launch:
 
     slot: SlotId
     id: LaunchId
-    group: str
-    """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
     """Set once, under the launcher's lock, when the job has to end. It may not be submitted yet."""
     job: SlotJob | None = None
@@ -106,13 +101,11 @@ class SparkLauncher:
         self._by_stage: dict[int, _Launch] = {}
         self._suspects: set[_Launch] = set()
         self._next_ask = 0.0
-        self._stopped_at: float | None = None
 
     def launch(self, slot: SlotId) -> None:
         with self._changed:
             self._launches += 1
-            launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
-            self._running[slot] = launch
+            launch = self._running[slot] = _Launch(slot, self._launches)
             self._to_submit.append(launch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="spark_elastic launcher", daemon=True)
@@ -225,7 +218,8 @@ class SparkLauncher:
             work = self.agent_entry, slot, launch.id, self.payload_for_slot(slot)
             task = agent_task(*work, _PIECE_BYTES, shared=self._broadcast, once=self._apart)
             rdd, deserializer = self._jobs.rdd_of(task)
-            launch.job = self._jobs.submit(rdd, deserializer, launch.group, f"{self.description}: worker slot {slot}")
+            group = f"{self._group_prefix}-{slot}-{launch.id}"  # a new one: Spark may remember one that was cancelled
+            launch.job = self._jobs.submit(rdd, deserializer, group, f"{self.description}: worker slot {slot}")
         except Exception as error:
             gone = self._why_gone()  # which the error of a stopped context rarely says
             cause = launch.stop_cause or (loss_of_error(error) if gone is None else loss_of_gone(gone))
@@ -280,12 +274,9 @@ class SparkLauncher:
                 self._look_for_failure(launch)
 
     def _end_all_if_gone(self) -> bool:
-        """End all launches if Spark's JVM is gone, or if the context was stopped a while ago."""
+        """End all launches if the context was stopped, or its JVM is gone. Spark forgets some jobs as it stops."""
         gone = self._why_gone()
         if gone is None:
-            return False
-        self._stopped_at = self._stopped_at or clock.monotonic()
-        if gone == STOPPED and clock.monotonic() - self._stopped_at < _STOPPED_S:
             return False
         with self._changed:
             launches = list(self._running.values())

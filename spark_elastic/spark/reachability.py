@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from spark_elastic.membership.topology import Reach
 from spark_elastic.wire.admission import Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.interfaces import address_of, is_address, is_ipv6, is_loopback, own_addresses
@@ -64,12 +63,6 @@ def answering(listening: socket.socket, key: bytes) -> Iterator[None]:
     finally:
         loop.call_soon_threadsafe(over.set_result, None)
         thread.join(_CLOSE_S)
-
-
-def in_order(candidates: Sequence[str], reaches: Sequence[Reach]) -> tuple[str, ...]:
-    """Return the candidates, those first that most tasks have reached."""
-    count = {address: sum(address in reach.reached for reach in reaches) for address in candidates}
-    return tuple(sorted(candidates, key=lambda address: -count[address]))
 
 
 def candidate_addresses(server_host: str) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import importlib
 import io
-import json
 import logging
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -39,7 +40,7 @@ from spark_elastic.task.script import ScriptExit
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.messages import interpreter
+from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec, interpreter
 from spark_elastic.wire.pickling import dumps
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -83,25 +84,28 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     faulthandler.enable()
     control = _take_stdin()
     import_modules(modules)
-    order = json.loads(control.readline() or b"null")
-    if order is None:
+    order: LaunchSpec
+    try:
+        worker, order = pickle.load(control)
+    except (EOFError, pickle.UnpicklingError):
         exit_now(EXIT_ORPHANED)
-    pickled = [control.read(order["function_bytes"])]
+    pickled, order = [order.function], dataclasses.replace(order, function=b"")
     returned = threading.Event()
     next_run: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     """Numbers of further calls of the function; None: exit."""
     watch = (control, returned, next_run)
     threading.Thread(target=_watch_lifeline, args=watch, name="spark_elastic-lifeline", daemon=True).start()
-    addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
-    key = bytes.fromhex(order["key"])
-    channel = connect(addresses, key, timeout_s=order["connect_timeout_s"], encrypt=order["encrypt"])
-    worker = order["worker"]
+    timeout_s = order.connect_timeout_s
+    channel = connect(order.driver_addresses, order.key, timeout_s=timeout_s, encrypt=order.encrypt)
     link = WorkerLink(
-        worker, channel, key, lambda why: exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {worker} ends: {why}")
+        worker,
+        channel,
+        order.key,
+        lambda why: exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {worker} ends: {why}"),
     )
     worker_link.install(link)
     link.start()
-    call = _load(link, pickled.pop(), order["made_by"])  # it may hold a model, so nothing here keeps it
+    call = _load(link, pickled.pop(), order.made_by)  # it may hold a model, so nothing here keeps it
     _check_device(link)
     link.on_run_again(next_run.put)
     with os.fdopen(result_fd, "wb") as results:
@@ -110,8 +114,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            head = {"size": len(result), "in_loop": link.in_loop, "run": run}
-            results.write(json.dumps(head).encode() + b"\n" + result)
+            results.write(RESULT_HEAD.pack(link.in_loop, run, len(result)) + result)
             results.flush()
             sys.stdout.flush()
             sys.stderr.flush()

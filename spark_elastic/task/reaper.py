@@ -30,6 +30,8 @@ _PROCESS_SHARED, _ROBUST = 1, 1
 _MUTEX_BYTES = 128
 """Room for a pthread_mutex_t, which takes 40 or 48 bytes."""
 _FLAG_AT = _MUTEX_BYTES
+_MOST_DESCRIPTORS = 1 << 16
+"""More than a worker has when its reaper is forked."""
 
 
 class LifeMutex:
@@ -75,17 +77,12 @@ class LifeMutex:
 _life: LifeMutex | None = None
 
 
-def leave() -> None:
-    """Record that this process is about to end by itself: its death is not to be reported before its last messages."""
-    if _life is not None:
-        _life.leave()
-
-
 def exit_now(code: int, why: str = "") -> NoReturn:
     """Flush the output and end the process, from any thread."""
     if why:
         print(why, file=sys.stderr)
-    leave()
+    if _life is not None:
+        _life.leave()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -112,7 +109,10 @@ def start_reaper(death_fd: int) -> None:
         return
     try:
         if os.fork() == 0:  # a grandchild: a function that waits for all its children does not wait for the reaper
-            _ignore_signals_and_close_descriptors(death_fd)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):  # they are for the worker
+                signal.signal(number, signal.SIG_IGN)
+            os.closerange(0, death_fd)  # or else pipes of the worker would stay open after its death
+            os.closerange(death_fd + 1, _MOST_DESCRIPTORS)
             if _life is not None:
                 with contextlib.suppress(OSError):
                     if _life.wait_for_death():
@@ -123,24 +123,6 @@ def start_reaper(death_fd: int) -> None:
             os.killpg(worker, signal.SIGKILL)
     finally:
         os._exit(0)
-
-
-def _ignore_signals_and_close_descriptors(kept: int) -> None:
-    """Leave signals to the worker, and keep none of its pipes open after its death, except for one."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    for descriptor in _open_descriptors():
-        if descriptor != kept:
-            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
-                os.close(descriptor)
-
-
-def _open_descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder)]
-    return list(range(256))
 
 
 def _wait_for_end_of(worker: int) -> None:

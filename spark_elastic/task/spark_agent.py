@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import LaunchId, SlotId
-from spark_elastic.spark.executor_process import accelerators_in_task, cores_in_task, jvm_pid_in_task, slot_report
+from spark_elastic.spark.executor_process import accelerators_in_task, cores_in_task, nearest_jvm, slot_report
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
@@ -28,7 +28,7 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
-        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task(), server_guardians())
+        return run_agent(order, slot, launch, slot_report(), nearest_jvm()[0], server_guardians())
 
 
 def prepare_workers(payload: bytes) -> None:
@@ -52,7 +52,7 @@ def server_guardians() -> tuple[int, ...]:
 
     In local mode the JVM outlives the session, and the daemon does not.
     """
-    jvm = jvm_pid_in_task()
+    jvm = nearest_jvm()[0]
     return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))
 
 

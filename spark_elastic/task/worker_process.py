@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -18,14 +18,14 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
-from spark_elastic.wire.messages import LaunchSpec
+from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec
 
 if TYPE_CHECKING:
     from spark_elastic.task.agent import _Agent
@@ -93,7 +93,6 @@ class WorkerProcess:
         self.run = 0
         """Number of the function's call that returned `result`."""
         self._result_buffer = bytearray()
-        self._result_head: dict[str, Any] | None = None
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = memoryview(b"")
@@ -127,17 +126,7 @@ class WorkerProcess:
     def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
-        head = {
-            "worker": worker,
-            "job": order.job,
-            "driver_addresses": order.driver_addresses,
-            "key": order.key.hex(),
-            "encrypt": order.encrypt,
-            "connect_timeout_s": order.connect_timeout_s,
-            "made_by": order.made_by,
-            "function_bytes": len(order.function),
-        }
-        self._pending_order = memoryview(json.dumps(head).encode() + b"\n" + order.function)
+        self._pending_order = memoryview(pickle.dumps((worker, order)))
         self._write_order()
 
     def kill(self) -> None:
@@ -212,22 +201,16 @@ class WorkerProcess:
             self._agent.output(self, stream, lines)
 
     def _take_result(self, data: bytes) -> None:
-        """Parse results, each a line of JSON and the pickled value; the newest replaces the one before."""
+        """Parse results, each with a `RESULT_HEAD`; the newest replaces the one before."""
         buffer = self._result_buffer
         buffer += data
-        while True:
-            if self._result_head is None:
-                end = buffer.find(b"\n")
-                if end < 0:
-                    return
-                self._result_head = json.loads(buffer[:end])
-                del buffer[: end + 1]
-            size = int(self._result_head["size"])
-            if len(buffer) < size:
+        while len(buffer) >= RESULT_HEAD.size:
+            in_loop, run, size = RESULT_HEAD.unpack_from(buffer)
+            end = RESULT_HEAD.size + size
+            if len(buffer) < end:
                 return
-            head, self._result_head = self._result_head, None
-            self.result, self.in_loop, self.run = bytes(buffer[:size]), bool(head["in_loop"]), int(head["run"])
-            del buffer[:size]
+            self.result, self.in_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), in_loop, run
+            del buffer[:end]
             self._agent.result_stored(self)
 
     # --- the end ------------------------------------------------------------------------------------
