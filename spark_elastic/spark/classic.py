@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
@@ -17,7 +17,7 @@ from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
 from spark_elastic.spark.console import bar_hidden, quiet_log, shown
-from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
+from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.wire.interfaces import plain_address
@@ -97,10 +97,6 @@ class ClassicCluster(Cluster):
     def send(self, data: bytes) -> Any:
         return self.context.broadcast(data)
 
-    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
-        quiet_log(self.context)
-        return shown(self.context, run, title)
-
     def partitions(self, df: Any) -> tuple[int, int] | None:
         # Spark joins partitions that are near one another, and so those whose place it knows in another order than
         # their own: sorted rows and cached ones keep their partitions.
@@ -145,10 +141,6 @@ class ClassicCluster(Cluster):
     def cancel_tagged(self, tag: str) -> None:
         self.context.cancelJobsWithTag(tag)
 
-    def check_executors(self, needed: Sequence[str] | None = None) -> None:
-        if not (self.is_local and choose_python(self.context)):
-            super().check_executors(needed)
-
     # --- slots ------------------------------------------------------------------------------------
 
     def count_slots(self) -> SlotCount:
@@ -184,9 +176,6 @@ class ClassicCluster(Cluster):
     def executors(self) -> frozenset[str] | None:
         return frozenset() if self.is_local else frozenset(jvm.executor_ids(self.context))
 
-    def allocates_dynamically(self) -> bool:
-        return self.setting("spark.dynamicAllocation.enabled") == "true" and not self.is_local
-
     # --- a job ------------------------------------------------------------------------------------
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
@@ -210,8 +199,8 @@ class ClassicCluster(Cluster):
     def sources(self) -> list[ExecutorWatch]:
         return [ExecutorWatch(self.context)]
 
-    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+    def console(self, verbose: int, run: TaskRun | None = None, title: str = "") -> AbstractContextManager[None]:
         if not verbose:
-            return contextlib.nullcontext()
+            return nullcontext()
         quiet_log(self.context)
-        return bar_hidden(self.context)
+        return bar_hidden(self.context) if run is None else shown(self.context, run, title)

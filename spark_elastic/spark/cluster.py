@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import importlib
 import re
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,14 @@ from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.topology import Reach
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.executor_python import PATIENCE_S, python_error_of, refuse_python, report_python
+from spark_elastic.spark.executor_python import (
+    PATIENCE_S,
+    choose_python,
+    python_error_of,
+    refuse_python,
+    report_python,
+)
+from spark_elastic.spark.jvm import is_local_master
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
 from spark_elastic.wire.interfaces import address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
@@ -150,15 +157,12 @@ class Cluster(abc.ABC):
         """
         run = TaskRun(self, df.collect, name)
         try:
-            with self._shown(run, title) if verbose else contextlib.nullcontext():
+            with self.console(verbose, run, title):
                 return run.result()
         except BaseException:
             if not run.over.is_set():
                 run.cancel(CANCEL_S)
             raise
-
-    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def partitions(self, df: Any) -> tuple[int, int] | None:
         """Return the partitions of a query and the slots, if neighbouring ones may be joined; None if not known."""
@@ -194,6 +198,8 @@ class Cluster(abc.ABC):
         Raises:
             ExecutorPythonError: It lacks packages, or has another minor version than this program's.
         """
+        if not self.remote and self.is_local and choose_python(self.context):
+            return
         names = self.needed if needed is None else needed
         about = (self.id, self.python, *names)
         if about not in checked:
@@ -235,8 +241,8 @@ class Cluster(abc.ABC):
         """Return the executors; None if they are not known."""
         return None
 
-    @abc.abstractmethod
-    def allocates_dynamically(self) -> bool: ...
+    def allocates_dynamically(self) -> bool:
+        return self.setting("spark.dynamicAllocation.enabled") == "true" and not is_local_master(self.master)
 
     def slots(self) -> int:
         """Return the number of workers to start if the user gives none."""
@@ -312,9 +318,12 @@ class Cluster(abc.ABC):
         """Return the sources of events about executors; none where losses are only seen on the job's connections."""
         return []
 
-    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
-        """Keep what Spark prints apart from our lines and our bar while a job runs; with verbose=0 there are none."""
-        return contextlib.nullcontext()
+    def console(self, verbose: int, run: TaskRun | None = None, title: str = "") -> AbstractContextManager[None]:
+        """Keep what Spark prints apart from our lines and our bar while the block runs; with verbose=0 there are none.
+
+        The bar is that of a job, or shows the tasks of `run`.
+        """
+        return nullcontext()
 
 
 class TaskRun:
@@ -359,7 +368,7 @@ class TaskRun:
 
         def ask() -> None:
             while not self.over.is_set():
-                with contextlib.suppress(Exception):  # Spark is gone, and the jobs with it
+                with suppress(Exception):  # Spark is gone, and the jobs with it
                     self._cluster.cancel_tagged(self.tag)
                 if self.over.wait(_CANCEL_AGAIN_S) or clock.monotonic() >= until:
                     break

@@ -82,16 +82,12 @@ class ConnectCluster(Cluster):
         return str(self.context.session_id)
 
     @functools.cached_property
-    def _spark_master(self) -> str:
-        return self.setting("spark.master", "") or ""
-
-    @property
     def master(self) -> str:
-        return self._spark_master or "the Spark Connect server"
+        return self.setting("spark.master", "") or "the Spark Connect server"
 
     @property
     def is_local(self) -> bool:
-        if not is_local_master(self._spark_master):
+        if not is_local_master(self.master):
             return False
         return on_this_machine(address_of(server_of(self.context)[0])) == THIS_MACHINE
 
@@ -141,13 +137,10 @@ class ConnectCluster(Cluster):
         return max(int(self.setting("spark.task.cpus", "1") or 1), 1)
 
     def fixed_slots(self) -> int | None:
-        if self._spark_master == "local":
+        if self.master == "local":
             return 1
-        fixed = _LOCAL.fullmatch(self._spark_master)
+        fixed = _LOCAL.fullmatch(self.master)
         return None if fixed is None else int(fixed[1]) // self._task_cpus
-
-    def allocates_dynamically(self) -> bool:
-        return self.setting("spark.dynamicAllocation.enabled", "false") == "true"
 
     # --- a job ------------------------------------------------------------------------------------
 

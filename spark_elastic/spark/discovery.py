@@ -85,19 +85,17 @@ def place_workers(
         if cluster.remote:
             undo.enter_context(answering(listening, spec.key))
             look = functools.partial(look_at_slot, spec.driver_addresses, spec.key)
-        found = _place_together(cluster, look, settings, waiting)
+        found = None
+        if settings.num_proc > settings.min_num_proc:
+            with contextlib.suppress(NotEnoughSlotsError):
+                grace_s = min(settings.start_grace_s, settings.start_timeout_s)
+                found = probe(cluster, look, settings.num_proc, grace_s, waiting)
+        if found is None:
+            found = probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, waiting)
     if not found.seen:
         waiting.show(Wait(WaitKind.REPORTED, detail=found.why), None)
     cluster.take_reaches(spec, settings.min_num_proc, [reach for _, reach in found.seen])
     return tuple(report for report, _ in found.seen)
-
-
-def _place_together(cluster: Cluster, look: Look, settings: ElasticSettings, waiting: Waiting) -> Probe:
-    if settings.num_proc > settings.min_num_proc:
-        with contextlib.suppress(NotEnoughSlotsError):
-            grace_s = min(settings.start_grace_s, settings.start_timeout_s)
-            return probe(cluster, look, settings.num_proc, grace_s, waiting)
-    return probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, waiting)
 
 
 def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiting) -> None:

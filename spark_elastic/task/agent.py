@@ -147,21 +147,15 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
 
 
 def run_agent(
-    order: LaunchSpec,
-    slot: SlotId,
-    launch: LaunchId,
-    report: SlotReport,
-    guardian: int | None = None,
-    server_guardians: Sequence[int] = (),
+    order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
     A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver. The
-    agent ends with the executor's JVM, its `guardian`; a fork server ends with the `server_guardians`, see
-    `ForkServer`.
+    agent ends with its first guardian, the executor's JVM; a fork server ends with all of them, see `ForkServer`.
     """
     with default_child_signal():
-        return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
+        return asyncio.run(_Agent(order, slot, launch, report, guardians).run())
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,8 +164,7 @@ class _Agent:
     _slot: SlotId
     _launch: LaunchId
     _report: SlotReport
-    _guardian: int | None
-    _server_guardians: Sequence[int]
+    _guardians: Sequence[int]
 
     def __post_init__(self) -> None:
         report = self._report
@@ -230,14 +223,15 @@ class _Agent:
 
     def _watch_guardian(self) -> int:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
-        descriptor = -1 if self._guardian is None else open_pidfd(self._guardian)
-        if descriptor >= 0:
-            asyncio.get_running_loop().add_reader(descriptor, self._guardian_ended)
-        return descriptor
 
-    def _guardian_ended(self) -> None:
-        self._ends_with_guardian = True
-        self._finish_because("the executor's JVM is gone")
+        def ended() -> None:
+            self._ends_with_guardian = True
+            self._finish_because("the executor's JVM is gone")
+
+        descriptor = open_pidfd(self._guardians[0]) if self._guardians else -1
+        if descriptor >= 0:
+            asyncio.get_running_loop().add_reader(descriptor, ended)
+        return descriptor
 
     async def _connect(self) -> None:
         """Connect to the driver, retrying until the timeout; end the agent if that fails."""
@@ -417,7 +411,7 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self, self._server_guardians)
+        self._process = WorkerProcess(self._order, self._env, self, self._guardians)
         self._running.add(self._process)
         self._all_gone.clear()
 
@@ -425,7 +419,6 @@ class _Agent:
         self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
-        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
@@ -433,12 +426,10 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
             self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
@@ -460,7 +451,7 @@ def main() -> None:
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
+    pickle.dump(run_agent(order, slot, 0, report, [launcher]), out)
     out.flush()
 
 

@@ -28,7 +28,7 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():
-        return run_agent(order, slot, launch, slot_report(), nearest_jvm()[0], server_guardians())
+        return run_agent(order, slot, launch, slot_report(), guardians())
 
 
 def prepare_workers(payload: bytes) -> None:
@@ -41,14 +41,14 @@ def prepare_workers(payload: bytes) -> None:
 
     order: LaunchSpec = pickle.loads(payload)
     env = worker_environment(order, dict(os.environ), sys.path, cores_in_task(), accelerators_in_task())
-    server = ForkServer(server_guardians(), order.keep_workers_s, env, order.preimport)
+    server = ForkServer(guardians(), order.keep_workers_s, env, order.preimport)
     with contextlib.suppress(OSError):
         if server.is_possible():
             server.connect().close()
 
 
-def server_guardians() -> tuple[int, ...]:
-    """Return the executor's JVM and Spark's Python daemon, with which a fork server ends.
+def guardians() -> tuple[int, ...]:
+    """Return the executor's JVM, with which an agent ends, and Spark's Python daemon: a fork server ends with both.
 
     In local mode the JVM outlives the session, and the daemon does not.
     """

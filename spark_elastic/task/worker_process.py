@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
@@ -26,9 +26,6 @@ from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
 from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec
-
-if TYPE_CHECKING:
-    from spark_elastic.task.agent import _Agent
 
 logger = logging.getLogger("spark_elastic.task")
 
@@ -50,19 +47,33 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 """States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
+class Watcher(Protocol):
+    """What hears of a worker process: its agent."""
+
+    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
+
+    def output_may_flow(self) -> bool:
+        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
+        ...
+
+    def result_stored(self, process: WorkerProcess) -> None: ...
+
+    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
+        ...
+
+    def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
+        ...
+
+
 class WorkerProcess:
     """A process that imports the modules of a worker, then waits for its id and the function.
 
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(
-        self,
-        order: LaunchSpec,
-        env: dict[str, str],
-        agent: _Agent,
-        guardians: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, order: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
         self._agent = agent
         self._loop = asyncio.get_running_loop()
