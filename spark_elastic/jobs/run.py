@@ -116,17 +116,14 @@ def run(call: RunCall) -> list[Any]:
         UserFunctionError: `fn` raised; carries rank, host and traceback.
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
-    if not call.callbacks:
-        job = start(call)
-        with cancelled_on_error(job):
-            return job.result()
     session, began = CallbackSession(call.callbacks), clock.wall()
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
     with session.fit(DriverRun(name, plain_settings(call), run_id=call.run_id)):
-        job = start(call, session)
+        job = start(call, session if session else None)
         try:
             with cancelled_on_error(job):
-                session.deliver(until_stop=True)
+                if session:
+                    session.deliver(until_stop=True)
                 if session.stop_reason and not job.done():
                     job.cancel(session.stop_reason)
                 returned = job.result()

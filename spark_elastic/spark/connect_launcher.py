@@ -14,16 +14,8 @@ from spark_elastic import clock
 from spark_elastic.membership.launcher import LaunchEnd, OnEnded
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
+from spark_elastic.spark import connect_session as connect
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
-from spark_elastic.spark.connect_session import (
-    close_connection,
-    rows_of_tasks,
-    second_connection,
-    server_answers,
-    server_of,
-    was_interrupted,
-    why_session_is_gone,
-)
 from spark_elastic.spark.failures import loss_of
 
 log = logging.getLogger(__name__)
@@ -65,7 +57,7 @@ class ConnectLauncher:
     on_ended: OnEnded
 
     def __post_init__(self) -> None:
-        self._connection = second_connection(self.session)
+        self._connection = connect.second_connection(self.session)
         self._changed = threading.Condition()
         self._running: dict[SlotId, _SlotQuery] = {}
         self._threads: set[threading.Thread] = set()
@@ -112,10 +104,10 @@ class ConnectLauncher:
                 self._changed.notify_all()
 
     def gone(self) -> str | None:
-        return self._gone if self._gone is not None or server_answers(self.session) else self._no_answer()
+        return self._gone if self._gone is not None or connect.server_answers(self.session) else self._no_answer()
 
     def _no_answer(self) -> str:
-        host, port = server_of(self.session)
+        host, port = connect.server_of(self.session)
         return f"the Spark Connect server at {host}:{port} does not answer"
 
     def close(self, deadline_s: float) -> None:
@@ -132,7 +124,7 @@ class ConnectLauncher:
         for thread in threads:
             if thread is not here:
                 thread.join(max(until - clock.monotonic() - 0.5, 0.0))
-        close_connection(self._connection, self.session)  # ends the calls of a server that does not answer
+        connect.close_connection(self._connection, self.session)  # ends the calls of a server that does not answer
         for thread in threads:
             if thread is not here:
                 thread.join(max(until - clock.monotonic(), 0.0))
@@ -164,11 +156,11 @@ class ConnectLauncher:
         try:
             spark.addTag(launch.tag)  # tags belong to the thread, which ends with this query
             task = agent_task(self.agent_entry, slot, launch.id, self.payload_for_slot(slot), PIECE_BYTES)
-            outcome = outcome_of(rows_of_tasks(spark, task, 1))
+            outcome = outcome_of(connect.rows_of_tasks(spark, task, 1))
             end = LaunchEnd(slot, _TASK_LOST if outcome is None else outcome.cause, outcome)
         except Exception as error:
-            gone = why_session_is_gone(error)
-            if was_interrupted(error):
+            gone = connect.why_session_is_gone(error)
+            if connect.was_interrupted(error):
                 cause = LossCause(LossKind.CANCELLED, detail="the slot's query was cancelled on the server")
             elif gone is None:
                 cause = loss_of(str(error))
@@ -209,10 +201,10 @@ class ConnectLauncher:
     def _look_for_server(self) -> None:
         """Give all launches up if the server has not answered for `SERVER_SILENT_S`. gRPC itself tries for minutes."""
         now = clock.monotonic()
-        if server_answers(self.session):
+        if connect.server_answers(self.session):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now
         elif now - self._silent_since >= SERVER_SILENT_S:
             self._gone = self._no_answer()
-            close_connection(self._connection, self.session)
+            connect.close_connection(self._connection, self.session)

@@ -85,7 +85,7 @@ def place_workers(
         if cluster.remote:
             undo.enter_context(answering(listening, spec.key))
             look = functools.partial(look_at_slot, spec.driver_addresses, spec.key)
-        found = None
+        found: Probe | None = None
         if settings.num_proc > settings.min_num_proc:
             with contextlib.suppress(NotEnoughSlotsError):
                 grace_s = min(settings.start_grace_s, settings.start_timeout_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import re
 import threading
@@ -51,8 +50,6 @@ class _Launch:
     """Set once, under the launcher's lock, when the job has to end. It may not be submitted yet."""
     job: SlotJob | None = None
     """Set once by the launcher's thread, when the job is submitted."""
-    asked: float = 0.0
-    """When Spark was last asked whether the job is over."""
     suspect_until: float = 0.0
     """A task of the job has ended: until then its failure is looked for in the status store."""
 
@@ -217,9 +214,8 @@ class SparkLauncher:
                 self._broadcast = self.sc.broadcast(self.shared)
             work = self.agent_entry, slot, launch.id, self.payload_for_slot(slot)
             task = agent_task(*work, _PIECE_BYTES, shared=self._broadcast, once=self._apart)
-            rdd, deserializer = self._jobs.rdd_of(task)
             group = f"{self._group_prefix}-{slot}-{launch.id}"  # a new one: Spark may remember one that was cancelled
-            launch.job = self._jobs.submit(rdd, deserializer, group, f"{self.description}: worker slot {slot}")
+            launch.job = self._jobs.submit(task, group, f"{self.description}: worker slot {slot}")
         except Exception as error:
             gone = self._why_gone()  # which the error of a stopped context rarely says
             cause = launch.stop_cause or (loss_of_error(error) if gone is None else loss_of_gone(gone))
@@ -262,9 +258,8 @@ class SparkLauncher:
         """
         if self._end_all_if_gone():
             return
-        now = clock.monotonic()
-        for launch in heapq.nsmallest(_ASKED_EACH_TIME, self._by_job.values(), key=lambda launch: launch.asked):
-            launch.asked = now
+        for job, launch in list(self._by_job.items())[:_ASKED_EACH_TIME]:
+            self._by_job[job] = self._by_job.pop(job)  # the last to be asked about again
             assert launch.job is not None
             if self._jobs.is_over(launch.job):
                 self._finish(launch)

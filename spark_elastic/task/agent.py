@@ -28,27 +28,9 @@ from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotRepor
 from spark_elastic.task.memory_kills import describe_kills, memory_kills
 from spark_elastic.task.reaper import default_child_signal, open_pidfd
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
+from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
 from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
-from spark_elastic.wire.messages import (
-    AgentHeartbeat,
-    AgentHello,
-    AgentWelcome,
-    FinishAgent,
-    FunctionPart,
-    FunctionWanted,
-    InterfacesChanged,
-    LaunchSpec,
-    Message,
-    OutputLines,
-    PeersReachable,
-    ProbePeers,
-    ResultStored,
-    StartWorkerProcess,
-    StopWorkerProcess,
-    WorkerDying,
-    WorkerExited,
-)
 from spark_elastic.wire.ports import ANY, Ports, split_port, taken_in_words, with_port
 
 logger = logging.getLogger("spark_elastic.task")
@@ -147,7 +129,7 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
 
 
 def run_agent(
-    order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
+    order: wire.LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -160,7 +142,7 @@ def run_agent(
 
 @dataclasses.dataclass(eq=False)
 class _Agent:
-    _order: LaunchSpec
+    _order: wire.LaunchSpec
     _slot: SlotId
     _launch: LaunchId
     _report: SlotReport
@@ -176,7 +158,7 @@ class _Agent:
         self._all_gone = asyncio.Event()
         """Set while `_running` is empty."""
         self._all_gone.set()
-        self._finish: FinishAgent | None = None
+        self._finish: wire.FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
         self._kind = LossKind.REPORTED
         """The kind of cause that `_finish` is, for the agent's outcome."""
@@ -285,10 +267,10 @@ class _Agent:
         )
         return self._stream
 
-    def _hello(self) -> AgentHello:
+    def _hello(self) -> wire.AgentHello:
         ports = Ports(*self._order.agent_ports)
         taken = self._probe_port.ports_taken
-        return AgentHello(
+        return wire.AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
             launch=self._launch,
             pid=os.getpid(),
@@ -302,7 +284,7 @@ class _Agent:
 
     def _finish_because(self, why: str, kind: LossKind = LossKind.REPORTED) -> None:
         if self._finish is None:
-            self._finish, self._kind = FinishAgent(keep_result=False, why=why), kind
+            self._finish, self._kind = wire.FinishAgent(keep_result=False, why=why), kind
             self._over.set()
 
     async def _end(self) -> AgentOutcome:
@@ -319,34 +301,34 @@ class _Agent:
 
     # --- messages from the driver --------------------------------------------------------------------------
 
-    def _on_message(self, stream: MessageStream, message: Message) -> None:
+    def _on_message(self, stream: MessageStream, message: wire.Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
-            case AgentWelcome(interval_s, silence_limit_s):
+            case wire.AgentWelcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)
                 if self._order.fetched_bytes:
-                    self._send(FunctionWanted(0))
-            case FunctionPart(start, part):
+                    self._send(wire.FunctionWanted(0))
+            case wire.FunctionPart(start, part):
                 self._take_function(start, part)
-            case StartWorkerProcess(worker):
+            case wire.StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
                 if self._order.fetched_bytes:
                     self._waits_for_function = worker
                 else:
                     self._assign(worker)
-            case StopWorkerProcess(worker):
+            case wire.StopWorkerProcess(worker):
                 if self._waits_for_function == worker:
                     self._waits_for_function = None
                 if self._process is not None and self._process.worker == worker:
                     self._process.kill()
-            case ProbePeers(peers):
+            case wire.ProbePeers(peers):
                 task = asyncio.get_running_loop().create_task(self._probe(peers))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
-            case FinishAgent():
+            case wire.FinishAgent():
                 if self._finish is None:
                     self._finish = message
                     self._over.set()
@@ -358,7 +340,7 @@ class _Agent:
             return
         self._fetched += part
         if len(self._fetched) < self._order.fetched_bytes:
-            self._send(FunctionWanted(len(self._fetched)))
+            self._send(wire.FunctionWanted(len(self._fetched)))
             return
         self._order = dataclasses.replace(self._order, function=bytes(self._fetched), fetched_bytes=0)
         self._fetched = bytearray()
@@ -378,7 +360,7 @@ class _Agent:
             self._finish_because(f"the driver was silent for {silence:.0f} s, longer than elastic_timeout")
             return
         process = self._process
-        self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
+        self._send(wire.AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
         self._look_at_interfaces()
         asyncio.get_running_loop().call_later(interval_s, self._send_heartbeat, interval_s)
 
@@ -390,7 +372,7 @@ class _Agent:
         self._addresses = addresses
         self._probe_port.close()
         self._probe_port = self._new_probe_port()
-        self._send(InterfacesChanged(addresses, self._probe_port.port))
+        self._send(wire.InterfacesChanged(addresses, self._probe_port.port))
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:
@@ -402,9 +384,9 @@ class _Agent:
             return True
 
         answers = await asyncio.gather(*(reachable(peer) for peer in peers))
-        self._send(PeersReachable(peers, tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
+        self._send(wire.PeersReachable(peers, tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         if self._stream is not None:
             self._stream.send(message)
 
@@ -416,18 +398,18 @@ class _Agent:
         self._all_gone.clear()
 
     def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None:
-        self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
+        self._send(wire.OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
+            self._send(wire.ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
         if process.worker is not None:
-            self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
+            self._send(wire.WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)
@@ -439,7 +421,7 @@ class _Agent:
             if self._ends_with_guardian and not kills:
                 return
             tail, memory = process.stderr_tail, describe_kills(before, now)
-            self._send(WorkerExited(process.worker, exit_code, tail, kills, memory))
+            self._send(wire.WorkerExited(process.worker, exit_code, tail, kills, memory))
 
 
 def main() -> None:
