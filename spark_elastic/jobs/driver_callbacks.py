@@ -214,7 +214,9 @@ class CallbackSession:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Call `on_fit_end` of all callbacks that have begun. Raises the first error of these if the block has none."""
         if error is not None:
-            self._result = replace(self._result, error=error, model=None, history=self.history)
+            with self._lock:
+                history = History([self._rows[epoch] for epoch in sorted(self._rows)])
+            self._result = replace(self._result, error=error, model=None, history=history)
         first: BaseException | None = None
         for each in self._started:
             try:
@@ -244,12 +246,6 @@ class CallbackSession:
                 self.raised = error
                 raise
 
-    @property
-    def history(self) -> History:
-        """The epochs that were reported."""
-        with self._lock:
-            return History([self._rows[epoch] for epoch in sorted(self._rows)])
-
     def _call_epoch(self, epoch: int, row: Row) -> None:
         try:
             for each in self._callbacks:
@@ -262,19 +258,18 @@ class CallbackSession:
                 answer(self.stop_reason)
 
     def _note_stop(self, callback: DriverCallback, event: str, returned: Any) -> None:
-        name = type(callback).__name__
-        if returned is None or (type(returned).__name__ in ("bool", "bool_") and not returned):  # numpy's too
+        name, is_bool = type(callback).__name__, type(returned).__name__ in ("bool", "bool_")  # numpy's too
+        if returned is None or (is_bool and not returned):
             return
-        if isinstance(returned, str) or type(returned).__name__ in ("bool", "bool_"):
-            if not callback.decides_within_s:
-                raise InvalidSettingsError(
-                    f"{event} of {name} returned {returned!r:.200} to stop the training, but its decides_within_s is "
-                    "0, so no worker waits for it; give it the seconds that the workers may wait for each epoch"
-                )
-            reason = returned if isinstance(returned, str) and returned else f"{name} requested the end of the training"
-            self.stop_reason = self.stop_reason or reason
-            return
-        raise InvalidSettingsError(
-            f"{event} of {name} returned {returned!r:.200} ({type(returned).__name__}); return None or False to "
-            "continue the training, True or the reason as a str to stop it"
-        )
+        if not is_bool and not isinstance(returned, str):
+            raise InvalidSettingsError(
+                f"{event} of {name} returned {returned!r:.200} ({type(returned).__name__}); return None or False to "
+                "continue the training, True or the reason as a str to stop it"
+            )
+        if not callback.decides_within_s:
+            raise InvalidSettingsError(
+                f"{event} of {name} returned {returned!r:.200} to stop the training, but its decides_within_s is 0, so "
+                "no worker waits for it; give it the seconds that the workers may wait for each epoch"
+            )
+        reason = returned if isinstance(returned, str) and returned else f"{name} requested the end of the training"
+        self.stop_reason = self.stop_reason or reason

@@ -58,9 +58,6 @@ class ThisMachine:
     def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def load(self, pending: int) -> str:
-        return ""
-
 
 Place = Cluster | ThisMachine
 

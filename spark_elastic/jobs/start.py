@@ -77,7 +77,11 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         port = listening.getsockname()[1]
         spec = _launch_spec(call, place, function, tuple((address, port) for address in addresses))
         progress = ProgressModel() if call.verbose else None
-        printer = _printer(call, progress, undo)
+        files = None if call.output_dir is None else OutputFiles(call.output_dir)
+        if files is not None:
+            undo.callback(files.close)
+        printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
+        undo.callback(printer.close)
         undo.enter_context(place.console(call.verbose))
         if fewer and call.verbose:
             printer.say(f"spark_elastic: {fewer}")
@@ -113,7 +117,8 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
                 printer.say(f"spark_elastic: status page: {shown}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
-            progress.describe_cluster = lambda: place.load(driver.tasks_pending)
+            if isinstance(place, Cluster):
+                progress.describe_cluster = lambda: place.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
     lease = None if folder is None else folder.lease
@@ -194,15 +199,6 @@ def _keep_workers_s(call: RunCall) -> float:
     if call.keep_workers is not None:
         return call.keep_workers
     return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
-
-
-def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.ExitStack) -> OutputPrinter:
-    files = None if call.output_dir is None else OutputFiles(call.output_dir)
-    if files is not None:
-        undo.callback(files.close)
-    printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
-    undo.callback(printer.close)
-    return printer
 
 
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:

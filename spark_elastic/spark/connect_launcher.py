@@ -20,8 +20,6 @@ from spark_elastic.spark.failures import loss_of
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
-"""Results come back in rows of this size: the server puts at most 4 MiB of rows into a message, but never cuts one."""
 LOST_AGENT_S = 4.0
 """Seconds that a query may go on without its agent. Spark runs a lost task again, perhaps not before a slot is free."""
 SERVER_SILENT_S = 10.0
@@ -155,7 +153,7 @@ class ConnectLauncher:
         slot, spark = launch.slot, self._connection
         try:
             spark.addTag(launch.tag)  # tags belong to the thread, which ends with this query
-            task = agent_task(self.agent_entry, slot, launch.id, self.payload_for_slot(slot), PIECE_BYTES)
+            task = agent_task(self.agent_entry, slot, launch.id, self.payload_for_slot(slot))
             outcome = outcome_of(connect.rows_of_tasks(spark, task, 1))
             end = LaunchEnd(slot, _TASK_LOST if outcome is None else outcome.cause, outcome)
         except Exception as error:

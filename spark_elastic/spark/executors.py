@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_INTERVAL_S = 0.2
 _PAUSE_PER_EXECUTOR_S = 0.02
 """Asking about one executor takes 0.2-2 ms. A pause that grows with their number keeps this below a tenth of a core,
 also where executors come and go all the time."""
 
 
 class ExecutorWatch:
-    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
+    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `_INTERVAL_S`.
 
     It asks for the slots of all active executors at once. Only when their number has changed, or an executor has come
     or gone, does it ask about each executor. In local mode there is nothing to watch.
     """
 
-    def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
+    def __init__(self, sc: SparkContext) -> None:
         self._sc = sc
-        self._interval_s = interval_s
         self._post: Callable[[ExecutorDecommissioned | ExecutorLost], None]
         self._stopping = threading.Event()
         self._known: set[str] = set()
@@ -45,7 +45,7 @@ class ExecutorWatch:
         """The slots when each executor was last asked about; None if that has to be done again."""
         self._inactive: set[str] = set()
         """Executors that Spark does not use any more, for a reason that it has not said yet."""
-        self._pause_s = interval_s
+        self._pause_s = _INTERVAL_S
         self._removed: set[str] = set()
         """Executors whose removal was reported. Spark may post it twice."""
         self._listener: BusListener | None = None
@@ -63,9 +63,7 @@ class ExecutorWatch:
             wanted = dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT))
             self._listener = BusListener(self._sc, wanted)
         except Exception as error:  # the watch works without it, whatever the JVM lacks
-            log.warning(
-                "no executor listener (%s); lost executors are seen by asking every %.1f s", error, self._interval_s
-            )
+            log.warning("no executor listener (%s); lost executors are seen by asking every %.1f s", error, _INTERVAL_S)
         self._known = set(executor_ids(self._sc))  # after the listener, so that no executor is missed in between
         self._thread = threading.Thread(target=self._run, name="spark_elastic executors", daemon=True)
         self._thread.start()
@@ -132,7 +130,7 @@ class ExecutorWatch:
             asked = self._inactive & self._known
         else:
             self._slots, asked = slots, self._known - self._leaving
-        self._pause_s = max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(asked))
+        self._pause_s = max(_INTERVAL_S, _PAUSE_PER_EXECUTOR_S * len(asked))
         if not asked:
             return
         self._inactive.clear()

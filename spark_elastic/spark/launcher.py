@@ -24,9 +24,6 @@ from spark_elastic.spark.slot_jobs import SlotJob, SlotJobs
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-_PIECE_BYTES = 16 << 20
-"""Size of the pieces in which a result comes from Spark's JVM."""
-
 log = logging.getLogger(__name__)
 
 _LISTEN_INTERVAL_S = 0.1
@@ -213,7 +210,7 @@ class SparkLauncher:
             if self._broadcast is None and self.shared is not None:
                 self._broadcast = self.sc.broadcast(self.shared)
             work = self.agent_entry, slot, launch.id, self.payload_for_slot(slot)
-            task = agent_task(*work, _PIECE_BYTES, shared=self._broadcast, once=self._apart)
+            task = agent_task(*work, shared=self._broadcast, once=self._apart)
             group = f"{self._group_prefix}-{slot}-{launch.id}"  # a new one: Spark may remember one that was cancelled
             launch.job = self._jobs.submit(task, group, f"{self.description}: worker slot {slot}")
         except Exception as error:

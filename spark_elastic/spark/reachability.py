@@ -70,10 +70,8 @@ def candidate_addresses(server_host: str) -> tuple[str, ...]:
 
     First the one from which the machine speaks to the Connect server, because executors are near the server.
     """
-    addresses = own_addresses()
-    outward = [address for address in addresses if not is_loopback(address)]
-    loopback = [address for address in addresses if is_loopback(address)]
-    return tuple(dict.fromkeys([*_address_toward(server_host), *outward, *loopback]))
+    ordered = sorted(own_addresses(), key=is_loopback)
+    return tuple(dict.fromkeys([*_address_toward(server_host), *ordered]))
 
 
 def _address_toward(host: str) -> list[str]:

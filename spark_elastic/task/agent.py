@@ -106,15 +106,12 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
         sockets: list[socket.socket] = []
         taken = False
         for address in addresses:
-            sock = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            if port:  # connections of an agent before this one may still be in TIME_WAIT
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+            at = address, sockets[0].getsockname()[1] if sockets else port
             try:
-                sock.bind((address, sockets[0].getsockname()[1] if sockets else port))
-                sock.listen(_PROBE_BACKLOG)
+                sock = socket.create_server(at, family=family, backlog=_PROBE_BACKLOG)
+                sock.setblocking(False)
             except OSError as error:
-                sock.close()
                 taken = error.errno == errno.EADDRINUSE
                 if taken:
                     break

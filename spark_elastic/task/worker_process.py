@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import pickle
@@ -34,7 +33,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 """Variables that limit torch and TensorFlow to as many threads as the task has cores."""
 NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default torch's watchdog ends the process when a collective on GPUs fails; here a lost peer is survived."""
-QUIET_TENSORFLOW = ("TF_CPP_MIN_LOG_LEVEL", "1")
+QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
 _LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
@@ -84,17 +83,26 @@ class WorkerProcess:
         self._death_fd, death_write = os.pipe()
         ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
         self._process: SpawnedProcess | ForkedProcess
-        start = functools.partial(SpawnedProcess, order.preimport, env, ends, self._gone)
         server = ForkServer(guardians, order.keep_workers_s, env, order.preimport)
+
+        def spawn() -> None:
+            self._process = SpawnedProcess(order.preimport, env, ends, self._gone)
+
+        def spawn_instead() -> None:  # of the fork server, which has forked none
+            try:
+                spawn()
+            except OSError as error:
+                logger.warning("a worker cannot be started: %s", error)
+                self._gone(-signal.SIGKILL)
+
         try:
-            self._process = (
-                ForkedProcess(server, ends, self._gone, lambda: self._spawn_instead(start))
-                if server.is_possible()
-                else start()
-            )
+            if server.is_possible():
+                self._process = ForkedProcess(server, ends, self._gone, spawn_instead)
+            else:
+                spawn()
         except OSError as error:
             logger.info("a worker is started without a fork server: %s", error)
-            self._process = start()
+            spawn()
         self.memory_before = memory_kills()
         """The counters before the process started; see `exited`."""
         self.worker: WorkerId | None = None
@@ -114,14 +122,6 @@ class WorkerProcess:
             self._loop.add_reader(fd, self._readable, fd)
         os.set_blocking(self._order_fd, False)
         self._loop.add_reader(self._death_fd, self._dying)
-
-    def _spawn_instead(self, start: Callable[[], SpawnedProcess]) -> None:
-        """Start a process as if there were no fork server: it has forked none."""
-        try:
-            self._process = start()
-        except OSError as error:
-            logger.warning("a worker cannot be started: %s", error)
-            self._gone(-signal.SIGKILL)
 
     @property
     def stderr_tail(self) -> str:
@@ -365,18 +365,18 @@ def worker_environment(
     order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
-    env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
-    for name in THREAD_VARIABLES:
-        env.setdefault(name, str(max(cores, 1)))
-    # OpenMP threads that spin while they wait take the cores from the threads they wait for: with a second process on
-    # the host, a step of a small network took 100-300 ms instead of 0.7. Remedy: passive waits.
-    env.setdefault("OMP_WAIT_POLICY", "passive")
-    # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
-    env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
-    env.setdefault(*QUIET_TENSORFLOW)
-    for name, value in NCCL_WATCHDOG.items():
-        env.setdefault(name, value)
+    env = {
+        **dict.fromkeys(THREAD_VARIABLES, str(max(cores, 1))),
+        # OpenMP threads that spin while they wait take the cores from the threads they wait for: with a second process
+        # on the host, a step of a small network took 100-300 ms instead of 0.7. Remedy: passive waits.
+        "OMP_WAIT_POLICY": "passive",
+        # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
+        "TF_NUM_INTEROP_THREADS": str(max(cores, 2)),
+        **QUIET_TENSORFLOW,
+        **NCCL_WATCHDOG,
+        **{name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")},
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys_path if path)),
+    }
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
     if order.device == "cpu":
