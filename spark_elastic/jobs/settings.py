@@ -9,48 +9,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+from spark_elastic import settings as check
 from spark_elastic.data.store import Store
 from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
-from spark_elastic.settings import (
-    LONGEST_S,
-    ScalingSettings,
-    Setting,
-    accepting,
-    boolean,
-    dictionary,
-    identifier,
-    meant_device,
-    whole_number,
-    wrong,
-)
+from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
 
 # --- checks: return the value in its plain type, or raise InvalidSettingsError -----------------------
 
 
-_discovery = accepting(
+_discovery = check.accepting(
     "a HostDiscoveryScript, FixedHosts, or have their method",
     lambda value: callable(getattr(value, "find_available_hosts_and_slots", None)),
     hint="; for a script give HostDiscoveryScript(path), for a list FixedHosts(hosts)",
 )
-_stream = accepting("an open text file", lambda value: callable(getattr(value, "write", None)))
-_launcher = accepting(
+_stream = check.accepting("an open text file", lambda value: callable(getattr(value, "write", None)))
+_launcher = check.accepting(
     "a LocalLauncher", lambda value: isinstance(value, LocalLauncher), hint="; without one, Spark is used"
 )
-_run_folders = accepting(
+_run_folders = check.accepting(
     "a path, a URI or a Store", lambda value: isinstance(value, (str, Path, Store)) and value != ""
 )
-_seconds_or_none = accepting(
+_seconds_or_none = check.accepting(
     "a number of seconds, or 0 to keep none",
     lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) <= LONGEST_S,
     float,
 )
-_function = accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")
-_arguments = accepting(
+_function = check.accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")
+_arguments = check.accepting(
     "a list or a tuple",
     lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
     tuple,
@@ -60,19 +50,19 @@ _arguments = accepting(
 
 def _environment(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise wrong(name, "a dict of variables", value)
+        raise check.wrong(name, "a dict of variables", value)
     for variable, text in value.items():
         if not isinstance(variable, str) or not variable or "=" in variable or "\0" in variable:
             raise InvalidSettingsError(f"{name}: {variable!r} is no name of an environment variable")
         if not isinstance(text, str) or "\0" in text:
-            raise wrong(f"{name}: the value of {variable}", "a str without NUL", text)
+            raise check.wrong(f"{name}: the value of {variable}", "a str without NUL", text)
     return dict(value)
 
 
 def _interface_names(name: str, value: Any) -> tuple[str, ...] | None:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (Sequence, set, frozenset)) or not all(isinstance(n, str) and n.strip() for n in names):
-        raise wrong(name, "names of network interfaces, such as 'eth0'", value)
+        raise check.wrong(name, "names of network interfaces, such as 'eth0'", value)
     return tuple(each.strip() for each in names) or None
 
 
@@ -89,7 +79,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _verbosity(name: str, value: Any) -> int:
-    return int(value) if isinstance(value, bool) else whole_number(name, value, at_least=0)
+    return int(value) if isinstance(value, bool) else check.whole_number(name, value, at_least=0)
 
 
 def checked_status_port(name: str, value: Any) -> int | str:
@@ -101,8 +91,8 @@ def checked_status_port(name: str, value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return value
     if isinstance(value, (str, bool)):
-        raise wrong(name, "a port, 0 for any free one, 'auto', or None for no status page", value)
-    port = whole_number(name, value, at_least=0)
+        raise check.wrong(name, "a port, 0 for any free one, 'auto', or None for no status page", value)
+    port = check.whole_number(name, value, at_least=0)
     if port > 65535:
         raise InvalidSettingsError(f"{name} must be a port of at most 65535, not {port}; 0 takes any free one")
     return port
@@ -111,7 +101,7 @@ def checked_status_port(name: str, value: Any) -> int | str:
 def _driver_callbacks(name: str, value: Any) -> tuple[Any, ...]:
     given = (value,) if isinstance(value, DriverCallback) else value
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, DriverCallback) for each in given):
-        raise wrong(name, "a list of spark_elastic.DriverCallback", value)
+        raise check.wrong(name, "a list of spark_elastic.DriverCallback", value)
     return tuple(given)
 
 
@@ -146,7 +136,7 @@ class RunSettings(ScalingSettings):
     ] = None
     ship_package: Annotated[
         bool,
-        Setting("Spark Connect: send this package to executors that lack it, for this session.", boolean),
+        Setting("Spark Connect: send this package to executors that lack it, for this session.", check.boolean),
     ] = False
     discovery: Annotated[
         HostDiscovery | None,
@@ -191,7 +181,7 @@ class RunSettings(ScalingSettings):
             "encrypt messages between the driver and its agents and workers (membership, progress, log lines). "
             "Needs the package cryptography on the driver and on executors (extra `encryption`). Gradients between "
             "hosts are not affected, see docs/security.md.",
-            boolean,
+            check.boolean,
             on_command_line=True,
         ),
     ] = False
@@ -268,7 +258,7 @@ class RunSettings(ScalingSettings):
         Setting(
             "name of this run below `checkpoint_dir`. A call with the run_id of a job that has ended, in whatever way, "
             "resumes from its last commit. Default: a new name, which is printed.",
-            identifier,
+            check.identifier,
             on_command_line=True,
         ),
     ] = None
@@ -291,4 +281,4 @@ class RunCall(RunSettings):
 
     fn: Annotated[Callable[..., Any], Setting("the function; it and its arguments travel by cloudpickle.", _function)]
     args: Annotated[Sequence[Any], Setting("its positional arguments.", _arguments)] = ()
-    kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", dictionary)] = None
+    kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", check.dictionary)] = None

@@ -17,28 +17,30 @@ from spark_elastic import clock
 from spark_elastic.driver.addresses import check_interfaces
 from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
 from spark_elastic.driver.hosts import HostManager
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.driver.output import OutputFiles, OutputPrinter
 from spark_elastic.driver.peers import JobObserver
 from spark_elastic.driver.pickled_call import pickled
 from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token
 from spark_elastic.errors import InvalidSettingsError, UnknownInterfaceError
 from spark_elastic.jobs.job import ElasticJob
-from spark_elastic.jobs.places import Place, place_of
-from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.topology import SlotReport
-from spark_elastic.reporting.job_status import Document, StatusModel
+from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.discovery import Waiting, place_workers
 from spark_elastic.spark.own_modules import check_modules
+from spark_elastic.spark.session import checked_cluster
 from spark_elastic.task import spark_agent
 from spark_elastic.task.reaper import default_child_signal
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
-from spark_elastic.wire.interfaces import THIS_MACHINE
+from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
 
@@ -47,6 +49,70 @@ KEPT_IN_NOTEBOOK_S = 60.0
 """The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
 
 _job_numbers = itertools.count(1)
+
+
+# --- where a job runs: in a `Cluster` of Spark, or as plain processes of this machine ----------------
+
+LOOPBACK_IPV6 = "::1"
+
+
+class ThisMachine:
+    """Runs workers as plain processes of this machine. Has those members of `Cluster` that a job needs."""
+
+    is_local = True
+    master = "local"
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
+
+    def slots(self) -> int:
+        raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
+
+    def fixed_slots(self) -> int | None:
+        return None
+
+    def listen_at(self) -> tuple[str, tuple[str, ...]]:
+        host = LOOPBACK_IPV6 if LOOPBACK_IPV6 in self._launcher.hosts else THIS_MACHINE
+        return host, (host,)
+
+    def ports(self, setting: str, given: int | str | None) -> Ports:
+        return Ports.parse(given or 0)
+
+    def host_of(self, name: str) -> str:
+        address = address_of(name)
+        return address if address in self._launcher.hosts else on_this_machine(address)
+
+    def make_launcher(
+        self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded, agent: Callable[..., Any]
+    ) -> Launcher:
+        return self._launcher.bind(spec, on_ended)
+
+    def sources(self) -> list[EventSource]:
+        return []
+
+    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+Place = Cluster | ThisMachine
+
+
+def place_of(call: RunSettings) -> Place:
+    """Return the place in which a call of `run` has its workers.
+
+    Raises:
+        UsageError: There is no session to run in: see `checked_cluster`.
+    """
+    if call.launcher is not None:
+        return ThisMachine(call.launcher)
+    cluster = checked_cluster(call.spark)
+    if cluster is call.spark:  # of a fit, whose session may have ended since
+        cluster.check()
+    cluster.apply(call.driver_host, call.ship_package)
+    return cluster
+
+
+# --- the job ---------------------------------------------------------------------------------------
 
 
 @default_child_signal()
@@ -109,7 +175,11 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         undo.callback(driver.close)
         page = None
         if status is not None:
-            page = _serve_status(call, place, functools.partial(driver.document, status))
+            token = make_token()
+            at, of_page = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else (bind, addresses)
+            page_socket = listen_for_pages(at, call.status_port if isinstance(call.status_port, int) else 0)
+            page = StatusServer(page_socket, of_page[0], token, functools.partial(driver.document, status))
+            page.start()
             undo.callback(page.close)
             if call.verbose:
                 given = TOKEN_VARIABLE in os.environ  # a token that was made for this job alone may be shown
@@ -227,15 +297,3 @@ def _within(place: Place, settings: ElasticSettings) -> tuple[ElasticSettings, s
         return limited, ""
     fewer = f"starting with {slots} workers instead of num_proc={settings.num_proc}"
     return limited, f"{fewer}: master {place.master} has no more slots"
-
-
-# --- the status page ------------------------------------------------------------------------------
-
-
-def _serve_status(call: RunCall, place: Place, document: Callable[[], Document]) -> StatusServer:
-    token = make_token()
-    bind, addresses = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else place.listen_at()
-    port = call.status_port if isinstance(call.status_port, int) else 0
-    page = StatusServer(listen_for_pages(bind, port), addresses[0], token, document)
-    page.start()
-    return page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ _IN_PLACES = ("Sort [", "InMemoryTableScan")
 """Parts of plans after which partitions have an order and a place."""
 _PLACES_ASKED = 16
 _UNBOUNDED = 2**31 - 1
-_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
 
 
 class ClassicCluster(Cluster):
@@ -160,13 +158,7 @@ class ClassicCluster(Cluster):
         return SlotCount(now, max(most_executors * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
-        if self.is_local:
-            return jvm.slots_now(jvm.jvm_context(self.context))
-        sizes = _LOCAL_CLUSTER.fullmatch(self.master)
-        if sizes is None or self.allocates_dynamically():
-            return None
-        cores = int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)
-        return max(int(sizes[1]) * cores, jvm.slots_now(jvm.jvm_context(self.context)))
+        return jvm.slots_now(jvm.jvm_context(self.context)) if self.is_local else None
 
     def slots_free(self) -> int | None:
         context = jvm.jvm_context(self.context)

@@ -21,7 +21,7 @@ from spark_elastic.spark import package
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
-from spark_elastic.spark.connect_session import SentBytes, SentFile, rows_of_tasks, server_answers, server_of
+from spark_elastic.spark.connect_session import Sent, rows_of_tasks, server_answers, server_of
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
 from spark_elastic.spark.reachability import candidate_addresses
@@ -97,13 +97,13 @@ class ConnectCluster(Cluster):
 
     def send(self, data: bytes) -> Any:
         if len(data) <= INLINE_BYTES:
-            return SentBytes(data)
+            return Sent(data)
         name = f"spark_elastic-{uuid.uuid4().hex}"
         with tempfile.TemporaryDirectory(prefix="spark_elastic-send-") as folder:
             path = Path(folder) / name
             path.write_bytes(data)
             self.context.addArtifacts(str(path), file=True)
-        return SentFile(name)
+        return Sent(file=name)
 
     # --- tasks ------------------------------------------------------------------------------------
 

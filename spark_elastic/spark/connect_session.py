@@ -135,24 +135,18 @@ def _in_arrow(task: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True)
-class SentBytes:
-    """Bytes for tasks, inside the query itself."""
+class Sent:
+    """Bytes for tasks, inside the query itself or in a file among the session's artifacts."""
 
-    value: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class SentFile:
-    """Bytes for tasks, in a file among the session's artifacts."""
-
-    name: str
+    data: bytes = field(default=b"", repr=False)
+    file: str = ""
 
     @property
     def value(self) -> bytes:
         """The bytes. To be read in a task."""
         from pyspark import SparkFiles
 
-        return Path(SparkFiles.get(self.name)).read_bytes()
+        return Path(SparkFiles.get(self.file)).read_bytes() if self.file else self.data
 
 
 # --- reasons of failures ----------------------------------------------------------------------------

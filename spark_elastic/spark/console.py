@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +39,10 @@ _quieted: set[str] = set()
 def bar_hidden(context: Any) -> Iterator[None]:
     """Hide Spark's console bar (`spark.ui.showConsoleProgress`) while the block runs, where another bar is shown.
 
-    Both draw in the same line of the terminal, and Spark's would show the workers' tasks, which end with the training.
-    A thread removes it again and again, as Spark does itself at the end of a job.
+    Both draw in the same line of the terminal. A thread removes it again and again, as Spark does at the end of a job.
     """
-    over = threading.Event()
 
-    def hide() -> None:
+    def hide(over: threading.Event) -> None:
         with contextlib.suppress(Exception):  # the context was stopped, or its JVM is gone
             bar = context._jsc.sc().progressBar()
             while bar.isDefined():
@@ -52,13 +51,21 @@ def bar_hidden(context: Any) -> Iterator[None]:
                     break
         close_connection(context)
 
-    thread = threading.Thread(target=hide, name="spark_elastic console", daemon=True)
+    with _beside(hide, CLOSE_S):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[threading.Event], None], close_s: float) -> Iterator[None]:
+    """Call a function on a thread while the block runs; the event is set at its end."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name="spark_elastic console", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(CLOSE_S)
+        thread.join(close_s)
 
 
 # --- the progress bar of a query --------------------------------------------------------------------
@@ -67,16 +74,8 @@ def bar_hidden(context: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def shown(context: Any, run: TaskRun, title: str) -> Iterator[None]:
     """Show the progress of a call's jobs in a bar while the block runs, in place of Spark's own."""
-    over = threading.Event()
-    arguments = (context, run.tag, title, over)
-    watch = threading.Thread(target=_show_progress, args=arguments, name="spark_elastic watch", daemon=True)
-    watch.start()
-    try:
-        with bar_hidden(context):
-            yield
-    finally:
-        over.set()
-        watch.join(CANCEL_S)
+    with _beside(functools.partial(_show_progress, context, run.tag, title), CANCEL_S), bar_hidden(context):
+        yield
 
 
 def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:

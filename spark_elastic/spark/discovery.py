@@ -160,16 +160,12 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
         if executors == known and len(found.seen) >= num_proc and (cluster.slots_free() or 0) >= num_proc:
             return Probe(found.seen[:num_proc])
     task, name = _looking_task(look, cluster.needed_by_workers), f"spark_elastic: discovery of {num_proc} slots"
-    run = cluster.start_tasks(task, width, name, barrier=width > 1)
-    said = False
-    while True:
-        over = run.over.wait(_LOOK_S)
-        if over and run.error is not None and cluster.remote and was_interrupted(run.error):
+    run, said = cluster.start_tasks(task, width, name, barrier=width > 1), False
+    while not run.over.wait(_LOOK_S) or (cluster.remote and run.error is not None and was_interrupted(run.error)):
+        if run.over.is_set():
             log.info("the probe's tasks were cancelled on the server; they are started again")
-            run, over = cluster.start_tasks(task, width, name, barrier=width > 1), False
+            run = cluster.start_tasks(task, width, name, barrier=width > 1)
             waiting.stop.wait(_POLL_S)
-        if over:
-            break
         waited = clock.monotonic() - start
         if waited >= _REPORT_AFTER_S and not said:
             said = True

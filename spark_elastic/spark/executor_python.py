@@ -1,8 +1,8 @@
 """The Python that Spark's executors run: chosen in local mode, and checked before the first job.
 
-PySpark starts its Python workers with the `PYSPARK_PYTHON` of the driver's environment, or else with the `python3` that
-comes first in PATH, which is another Python than this program's where a virtual environment is used without being
-activated. It does not read `spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
+PySpark starts the `PYSPARK_PYTHON` of the driver's environment, or else the `python3` that comes first in PATH: another
+Python than this program's where a virtual environment is used without being activated. It does not read
+`spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= 
 def choose_python(context: Any) -> bool:
     """Have the Python workers of a local master run this program's Python, unless the user chose one.
 
-    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages. The
-    context knows what the executors run: a variable that was set after it was made has no effect.
-
-    Returns: whether the workers run this program's Python.
+    The context knows what the executors run: a variable that was set after it was made has no effect. Returns whether
+    the workers run this program's Python.
     """
     if context.pythonExec == _DEFAULT != os.environ.get("PYSPARK_PYTHON"):
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):

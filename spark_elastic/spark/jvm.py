@@ -46,10 +46,9 @@ def why_gone(sc: SparkContext) -> str | None:
 
 
 def close_connection(context: Any) -> None:
-    """Close this thread's connection to the JVM. To be called before the thread ends.
+    """Close this thread's connection to the JVM, before the thread ends.
 
-    Otherwise Py4J closes it from a finalizer after the thread's end, and the log call in there leaves a stale entry
-    behind in `threading.enumerate()`.
+    Py4J's finalizer would do so after its end, and leave a stale entry behind in `threading.enumerate()`.
     """
     from py4j.protocol import Py4JError
 

@@ -97,12 +97,8 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     threading.Thread(target=_watch_lifeline, args=watch, name="spark_elastic-lifeline", daemon=True).start()
     timeout_s = order.connect_timeout_s
     channel = connect(order.driver_addresses, order.key, timeout_s=timeout_s, encrypt=order.encrypt)
-    link = WorkerLink(
-        worker,
-        channel,
-        order.key,
-        lambda why: exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {worker} ends: {why}"),
-    )
+    ends = f"spark_elastic: worker {worker} ends: "
+    link = WorkerLink(worker, channel, order.key, lambda why: exit_now(EXIT_CHANNEL_LOST, ends + why))
     worker_link.install(link)
     link.start()
     call = _load(link, pickled.pop(), order.made_by)  # it may hold a model, so nothing here keeps it

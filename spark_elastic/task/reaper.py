@@ -4,9 +4,8 @@ The kernel kills a worker with its agent (`main.die_with_parent`), but not the w
 data loader would run on for seconds, a program of the user's for ever. So each worker has a reaper in its process
 group: it waits for the worker's end and then kills the group.
 
-A killed process keeps its connections open while the kernel frees its memory: 30-50 ms for a worker that has imported
-torch. Its pidfd tells no sooner. A robust mutex does: it is released before the memory is. So the worker holds one for
-as long as it lives, in a page that it shares with its reaper, which waits for it, and tells the agent through a pipe.
+The worker holds a robust mutex for as long as it lives, in a page that it shares with its reaper, which waits for it
+and tells the agent through a pipe: it is released before the memory is (docs/decisions/08-robust-mutex.md).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _POLL_S = 0.2
 _ENDED = ("Z", "X")
@@ -154,22 +153,27 @@ def open_pidfd(pid: int) -> int:
 
 
 @contextlib.contextmanager
+def handling(number: int, action: Any) -> Iterator[None]:
+    """Set what a signal does within the block; nothing outside of the main thread, where that is not allowed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+@contextlib.contextmanager
 def default_child_signal() -> Iterator[None]:
     """Set SIGCHLD to its default within the block if it is ignored, as some supervisors have it.
 
     The exit codes of children would be lost. Has no effect outside of the main thread.
     """
-    if (
-        signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    with handling(signal.SIGCHLD, signal.SIG_DFL) if ignored else contextlib.nullcontext():
         yield
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def stat_of(pid: int) -> list[str]:

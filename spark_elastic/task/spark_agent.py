@@ -8,12 +8,11 @@ import os
 import pickle
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.spark.executor_process import accelerators_in_task, cores_in_task, nearest_jvm, slot_report
+from spark_elastic.task.reaper import handling
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
@@ -27,7 +26,9 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     order: LaunchSpec = pickle.loads(payload)
     if function is not None:
         order = dataclasses.replace(order, function=function)
-    with hangups_ignored():
+    # Spark replaces the daemon that forks its Python workers when a worker dies while it is created. The old daemon
+    # then sends SIGHUP to all its children. An agent needs no daemon, and ends when the executor's JVM does.
+    with handling(signal.SIGHUP, signal.SIG_IGN):
         return run_agent(order, slot, launch, slot_report(), guardians())
 
 
@@ -54,21 +55,3 @@ def guardians() -> tuple[int, ...]:
     """
     jvm = nearest_jvm()[0]
     return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))
-
-
-@contextlib.contextmanager
-def hangups_ignored() -> Iterator[None]:
-    """Ignore SIGHUP within this context.
-
-    Spark replaces the daemon that forks its Python workers when a worker dies while it is created. The old daemon
-    then sends SIGHUP to all its children, whatever they do. An agent needs no daemon: its socket leads to the
-    executor's JVM, and the agent ends when the JVM does.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL if before is None else before)

@@ -7,7 +7,7 @@ import pytest
 from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.places import ThisMachine
+from spark_elastic.jobs.start import ThisMachine
 from spark_elastic.membership.events import HostsObserved
 from spark_elastic.wire import interfaces
 from spark_elastic.wire.interfaces import own_addresses
