@@ -32,7 +32,6 @@ LARGE_FUNCTION_BYTES = 128 * 1024
 _IN_PLACES = ("Sort [", "InMemoryTableScan")
 """Parts of plans after which partitions have an order and a place."""
 _PLACES_ASKED = 16
-_UNBOUNDED = 2**31 - 1
 
 
 class ClassicCluster(Cluster):
@@ -148,14 +147,14 @@ class ClassicCluster(Cluster):
         executors = 1 if self.is_local else int(context.getExecutorIds().size())
         cpus = self.setting("spark.task.cpus", "1")
         where = f"{counted(executors, 'executor')} with {now} slots in all (spark.task.cpus={cpus})"
-        most_executors = int(self.setting("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
         if not self.allocates_dynamically():
             return SlotCount(now, now, where)
-        if most_executors >= _UNBOUNDED:
+        most_executors = self.setting("spark.dynamicAllocation.maxExecutors")
+        if most_executors is None:
             return SlotCount(now, None, where)
         profile = context.resourceProfileManager().defaultResourceProfile()
         per_executor = int(profile.maxTasksPerExecutor(context.conf()))
-        return SlotCount(now, max(most_executors * per_executor, now), where)
+        return SlotCount(now, max(int(most_executors) * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
         return jvm.slots_now(jvm.jvm_context(self.context)) if self.is_local else None

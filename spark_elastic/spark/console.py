@@ -124,9 +124,8 @@ def _tasks(context: Any, tag: str) -> tuple[int, int]:
 def quiet_log(context: Any) -> None:
     """Have Spark log warnings only, as where `python` starts a program, if nobody has configured its log.
 
-    `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. A log4j configuration
-    of the user's or of the cluster, `spark.log.level`, and what the program has set with `setLogLevel` are left as they
-    are. Looked at once per application.
+    `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. Looked at once per
+    application.
     """
     if _SUBMITTED not in os.environ or context.applicationId in _quieted:
         return

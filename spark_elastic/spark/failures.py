@@ -115,11 +115,6 @@ def loss_of_error(error: BaseException) -> LossCause:
     return reported(f"{type(error).__name__}: {loss_in_words(loss_of(str(error)))}")
 
 
-def loss_of_gone(why: str) -> LossCause:
-    """Return the cause of a loss from `why_gone`'s answer."""
-    return _unexplained(why) if why == JVM_GONE else reported(why)
-
-
 def failed_in_driver(error: Exception) -> bool:
     """Return True if a job failed in the driver before any executor was involved: a full disk, no descriptors."""
     if "Task serialization failed" in (_java_message(error) or ""):

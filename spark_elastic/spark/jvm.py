@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.spark.failures import JVM_GONE, STOPPED
 
 if TYPE_CHECKING:
@@ -33,16 +34,16 @@ def jvm_context(sc: SparkContext) -> Any:
     return java_context.sc()
 
 
-def why_gone(sc: SparkContext) -> str | None:
+def why_gone(sc: SparkContext) -> LossCause | None:
     """Return why this context will never run a job again; None if it may run one."""
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return STOPPED if jvm_context(sc).isStopped() else None
+        return reported(STOPPED) if jvm_context(sc).isStopped() else None
     except RuntimeError as error:
-        return str(error)
+        return reported(str(error))
     except (Py4JNetworkError, ConnectionError):
-        return JVM_GONE
+        return LossCause(LossKind.UNEXPLAINED, detail=JVM_GONE)
 
 
 def close_connection(context: Any) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from spark_elastic import clock
 from spark_elastic.membership.launcher import LaunchEnd, OnEnded
-from spark_elastic.membership.reasons import LossCause, reported
+from spark_elastic.membership.reasons import LossCause, loss_in_words, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
-from spark_elastic.spark.failures import failed_in_driver, loss_of_error, loss_of_gone
+from spark_elastic.spark.failures import failed_in_driver, loss_of_error
 from spark_elastic.spark.jvm import close_connection, why_gone
 from spark_elastic.spark.slot_jobs import SlotJob, SlotJobs
 
@@ -131,7 +131,7 @@ class SparkLauncher:
 
     def gone(self) -> str | None:
         # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
-        answer: list[str | None] = []
+        answer: list[LossCause | None] = []
 
         def ask() -> None:
             answer.append(why_gone(self.sc))
@@ -140,7 +140,7 @@ class SparkLauncher:
         thread = threading.Thread(target=ask, name="spark_elastic context check", daemon=True)
         thread.start()
         thread.join(1.0)
-        return answer[0] if answer else None
+        return loss_in_words(answer[0]) if answer and answer[0] else None
 
     def close(self, deadline_s: float) -> None:
         with self._changed:
@@ -215,7 +215,7 @@ class SparkLauncher:
             launch.job = self._jobs.submit(task, group, f"{self.description}: worker slot {slot}")
         except Exception as error:
             gone = self._why_gone()  # which the error of a stopped context rarely says
-            cause = launch.stop_cause or (loss_of_error(error) if gone is None else loss_of_gone(gone))
+            cause = launch.stop_cause or gone or loss_of_error(error)
             self._over(launch, LaunchEnd(slot, cause, submitted=not failed_in_driver(error)))
             return
         self._by_job[launch.job.id] = launch
@@ -274,10 +274,10 @@ class SparkLauncher:
             launches = list(self._running.values())
             self._to_submit.clear()
         for launch in launches:
-            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or loss_of_gone(gone)))
+            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or gone))
         return True
 
-    def _why_gone(self) -> str | None:
+    def _why_gone(self) -> LossCause | None:
         try:
             return why_gone(self.sc)
         except Exception as error:  # a context that is being stopped; the thread must outlive that

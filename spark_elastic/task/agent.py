@@ -179,7 +179,21 @@ class _Agent:
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello())
+            ports = Ports(*self._order.agent_ports)
+            taken = taken_in_words(ports, "agent_ports", f"on host {self._report.host}")
+            self._send(
+                wire.AgentHello(
+                    place=Place(self._report.host, self._report.executor, self._slot),
+                    launch=self._launch,
+                    pid=os.getpid(),
+                    addresses=self._addresses,
+                    probe_port=self._probe_port.port,
+                    ports_taken=taken if self._probe_port.ports_taken else "",
+                    cores=self._report.cores,
+                    accelerators=self._report.accelerators,
+                    python=self._report.python,
+                )
+            )
             await self._over.wait()
             return await self._end()
         finally:
@@ -263,21 +277,6 @@ class _Agent:
             on_unauthenticated=lambda stream: answer(False),
         )
         return self._stream
-
-    def _hello(self) -> wire.AgentHello:
-        ports = Ports(*self._order.agent_ports)
-        taken = self._probe_port.ports_taken
-        return wire.AgentHello(
-            place=Place(self._report.host, self._report.executor, self._slot),
-            launch=self._launch,
-            pid=os.getpid(),
-            addresses=self._addresses,
-            probe_port=self._probe_port.port,
-            ports_taken=taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if taken else "",
-            cores=self._report.cores,
-            accelerators=self._report.accelerators,
-            python=self._report.python,
-        )
 
     def _finish_because(self, why: str, kind: LossKind = LossKind.REPORTED) -> None:
         if self._finish is None:

@@ -93,9 +93,8 @@ def exit_now(code: int, why: str = "") -> NoReturn:
 def start_reaper(death_fd: int) -> None:
     """Fork the reaper of this process's group.
 
-    The caller is the main thread of the worker, leads the group and has no other threads yet. Called before the user's
-    modules are imported, so that the fork is cheap. A byte in the pipe `death_fd`, which is closed in this process,
-    tells the agent that the worker dies.
+    The caller is the worker's only thread, and has not imported the user's modules yet, so that the fork is cheap. A
+    byte in the pipe `death_fd`, which is closed in this process, tells the agent that the worker dies.
     """
     global _life
     with contextlib.suppress(OSError, AttributeError):
