@@ -36,7 +36,7 @@ _run_folders = check.accepting(
 )
 _seconds_or_none = check.accepting(
     "a number of seconds, or 0 to keep none",
-    lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) <= LONGEST_S,
+    lambda value: not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 <= float(value) <= LONGEST_S,
     float,
 )
 _function = check.accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")

@@ -53,8 +53,6 @@ _job_numbers = itertools.count(1)
 
 # --- where a job runs: in a `Cluster` of Spark, or as plain processes of this machine ----------------
 
-LOOPBACK_IPV6 = "::1"
-
 
 class ThisMachine:
     """Runs workers as plain processes of this machine. Has those members of `Cluster` that a job needs."""
@@ -72,7 +70,7 @@ class ThisMachine:
         return None
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
-        host = LOOPBACK_IPV6 if LOOPBACK_IPV6 in self._launcher.hosts else THIS_MACHINE
+        host = "::1" if "::1" in self._launcher.hosts else THIS_MACHINE
         return host, (host,)
 
     def ports(self, setting: str, given: int | str | None) -> Ports:

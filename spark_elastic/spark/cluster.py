@@ -21,14 +21,8 @@ from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.topology import Reach
 from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark import executor_python
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.executor_python import (
-    PATIENCE_S,
-    choose_python,
-    python_error_of,
-    refuse_python,
-    report_python,
-)
 from spark_elastic.spark.jvm import is_local_master
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
 from spark_elastic.wire.interfaces import address_of, on_this_machine
@@ -198,15 +192,15 @@ class Cluster(abc.ABC):
         Raises:
             ExecutorPythonError: It lacks packages, or has another minor version than this program's.
         """
-        if not self.remote and self.is_local and choose_python(self.context):
+        if not self.remote and self.is_local and executor_python.choose_python(self.context):
             return
         names = self.needed if needed is None else needed
         about = (self.id, self.python, *names)
         if about not in checked:
             # a local master whose slots are all in use says nothing: the workers then name what they lack
-            answer = self.ask_python(names, PATIENCE_S if self.is_local else None)
+            answer = self.ask_python(names, executor_python.PATIENCE_S if self.is_local else None)
             if answer is not None:
-                refuse_python(answer, on_connect=self.remote)
+                executor_python.refuse_python(answer, on_connect=self.remote)
                 checked.add(about)
 
     def ask_python(self, names: Sequence[str], timeout_s: float | None = None) -> tuple[str, str, list[str]] | None:
@@ -214,12 +208,12 @@ class Cluster(abc.ABC):
 
         None if that was not known within `timeout_s`. Raises as `check_executors`.
         """
-        run = self.start_tasks(report_python(names), 1, "spark_elastic: look at the executors' Python")
+        run = self.start_tasks(executor_python.report_python(names), 1, "spark_elastic: look at the executors' Python")
         if not run.wait(timeout_s):
             run.cancel(0.0)
             return None
         if run.error is not None:
-            raise python_error_of(run.error, self.python, on_connect=self.remote) or run.error
+            raise executor_python.python_error_of(run.error, self.python, on_connect=self.remote) or run.error
         answer: tuple[str, str, list[str]] = run.rows[0]
         return answer
 

@@ -114,19 +114,15 @@ class ConnectLauncher:
             self._closed = True
             for launch in self._running.values():
                 self._stop(launch, reported("the job is over"))
-            threads = list(self._threads)
-            if self._watcher is not None:
-                threads.append(self._watcher)
+            threads = self._threads | ({self._watcher} if self._watcher is not None else set())
             self._changed.notify_all()
-        here = threading.current_thread()  # on_ended may close
+        threads.discard(threading.current_thread())  # on_ended may close
         for thread in threads:
-            if thread is not here:
-                thread.join(max(until - clock.monotonic() - 0.5, 0.0))
+            thread.join(max(until - clock.monotonic() - 0.5, 0.0))
         connect.close_connection(self._connection, self.session)  # ends the calls of a server that does not answer
         for thread in threads:
-            if thread is not here:
-                thread.join(max(until - clock.monotonic(), 0.0))
-        left = [thread.name for thread in threads if thread.is_alive() and thread is not here]
+            thread.join(max(until - clock.monotonic(), 0.0))
+        left = [thread.name for thread in threads if thread.is_alive()]
         if left:
             log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
 

@@ -70,18 +70,10 @@ def candidate_addresses(server_host: str) -> tuple[str, ...]:
 
     First the one from which the machine speaks to the Connect server, because executors are near the server.
     """
-    ordered = sorted(own_addresses(), key=is_loopback)
-    return tuple(dict.fromkeys([*_address_toward(server_host), *ordered]))
-
-
-def _address_toward(host: str) -> list[str]:
-    address = address_of(host)
-    if not is_address(address):
-        return []
-    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    address, toward = address_of(server_host), list[str]()
+    if is_address(address):
+        family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((address, 9))  # sends nothing: a UDP connect only looks up the route
-            return [str(probe.getsockname()[0])]
-        except OSError:
-            return []
+            toward.append(str(probe.getsockname()[0]))
+    return tuple(dict.fromkeys([*toward, *sorted(own_addresses(), key=is_loopback)]))

@@ -56,12 +56,6 @@ EXIT_CHANNEL_LOST = 79
 _PR_SET_PDEATHSIG = 1
 
 
-def main(argv: list[str]) -> None:
-    keep_freed_memory()
-    parent, result_fd, death_fd, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
-    run_worker(parent, result_fd, death_fd, modules)
-
-
 def import_modules(modules: Sequence[str]) -> None:
     """Import what the function is expected to need."""
     for module in modules:
@@ -268,4 +262,6 @@ def _end_child(code: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    keep_freed_memory()
+    agent, to_agent, to_reaper = map(int, sys.argv[1:4])
+    run_worker(agent, to_agent, to_reaper, sys.argv[4:])
