@@ -14,7 +14,7 @@ import numbers
 import operator
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -93,6 +93,39 @@ def seconds(doc: str) -> Setting:
     return Setting(doc, _seconds, "seconds", True)
 
 
+def wrong(name: str, wanted: str, value: Any, hint: str = "") -> InvalidSettingsError:
+    """Return the error for a value that is not what is wanted; the hint begins with "; "."""
+    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__}){hint}")
+
+
+def accepting(
+    wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any] = lambda value: value, hint: str = ""
+) -> Check:
+    """Return a check that accepts some values and makes them plain; `wanted` describes them in the error."""
+
+    def check(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise wrong(name, wanted, value, hint)
+        return plain(value)
+
+    return check
+
+
+boolean: Callable[[str, bool], bool] = accepting(
+    "True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool
+)  # numpy's too
+identifier: Callable[[str, str], str] = accepting(
+    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
+    str,
+)
+dictionary: Callable[[str, Mapping[str, Any]], dict[str, Any]] = accepting(
+    "a dict with names as keys",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
+    dict,
+)
+
+
 def meant_device(value: object) -> str | None:
     """Return torch's name for a device that has another name elsewhere, or is written in capitals; None if unknown."""
     found = re.fullmatch(r"(auto|cpu)|(?:gpu|cuda|nvidia)(?::?(\d+))?", str(value).strip().lower())
@@ -106,9 +139,7 @@ def whole_number(name: str, value: Any, at_least: int) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise InvalidSettingsError(
-            f"{name} must be a whole number, not {value!r:.80} ({type(value).__name__})"
-        ) from None
+        raise wrong(name, "a whole number", value) from None
     if number < at_least:
         raise InvalidSettingsError(f"{name} must be at least {at_least}, not {number}")
     return number
@@ -116,7 +147,7 @@ def whole_number(name: str, value: Any, at_least: int) -> int:
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSettingsError(f"{name} must be a number of seconds, not {value!r} ({type(value).__name__})")
+        raise wrong(name, "a number of seconds", value)
     if not 0 < float(value) <= LONGEST_S:
         most = f"at most {LONGEST_S:.0f} (three years)"
         raise InvalidSettingsError(f"{name} must be a positive number of seconds and {most}, not {value}")

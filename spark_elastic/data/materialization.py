@@ -29,6 +29,7 @@ from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
+from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.failures import has_lost_its_order, reason_of
 from spark_elastic.spark.session import cluster_of
@@ -250,7 +251,7 @@ class _Write:
         name = f"spark_elastic: write {', '.join(request.tensors)}"
         wide = any(column.source != "scalar" for tensor in self.tensors for column in tensor.columns)
         try:
-            with self.cluster.small_batches(self.df.sparkSession) if wide else nullcontext():
+            with small_batches(self.df.sparkSession) if wide else nullcontext():
                 answers = write_again_if_order_is_lost(
                     lambda: self.cluster.collect(
                         rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", self.verbose

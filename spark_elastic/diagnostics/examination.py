@@ -300,4 +300,5 @@ def _java_of(cluster: Cluster) -> Finding:
 
 def _spark_of(cluster: Cluster) -> Finding:
     facts = {"version": cluster.version, "master": cluster.master, "application": cluster.application}
-    return Finding("Spark", OK, cluster.in_words(), facts=facts)
+    where = "through Spark Connect" if cluster.remote else f"on {cluster.master}, {cluster.application}"
+    return Finding("Spark", OK, f"Spark {cluster.version} {where}", facts=facts)

@@ -51,8 +51,9 @@ class RunFolder:
     def in_words(self) -> str:
         """Return a line about where the job begins."""
         if not self.resume:
-            return f"commits are written to {self.run.url}; to resume, give the same checkpoint_dir and {self._named()}"
-        return f"resuming {self._named()} in {self.run.url} from {_steps(self.resume)}"
+            how = f"give the same checkpoint_dir and run_id={self.run_id!r}"
+            return f"commits are written to {self.run.url}; to resume, {how}"
+        return f"resuming run_id={self.run_id!r} in {self.run.url} from {_steps(self.resume)}"
 
     def resumable(self) -> str:
         """Return what can be resumed now, to append to the message of an error."""
@@ -63,12 +64,9 @@ class RunFolder:
         if not found:
             return f"; nothing was committed in {self.run.url} yet"
         return (
-            f"; {self._named()} in {self.run.url} has {_steps(found)}: call run again with the same checkpoint_dir and "
-            "run_id to resume from there"
+            f"; run_id={self.run_id!r} in {self.run.url} has {_steps(found)}: call run again with the same "
+            "checkpoint_dir and run_id to resume from there"
         )
-
-    def _named(self) -> str:
-        return f"run_id={self.run_id!r}"
 
 
 def open_run(call: RunCall, cluster: Cluster | None, undo: contextlib.ExitStack) -> RunFolder:

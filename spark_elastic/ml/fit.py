@@ -196,7 +196,7 @@ class FitRun(ABC, Generic[T, M]):
             return
         on_cluster = self._run_options.get("launcher") is None
         if self._run_options.get("ship_package") and (on_cluster or self.cluster.remote):
-            self.cluster.ship_package()
+            self.cluster.apply(None, ship_package=True)
         if on_cluster:
             ensure_shared(self._runs(), self.cluster)
 

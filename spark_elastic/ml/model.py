@@ -21,7 +21,7 @@ from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import Predictor, Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
-from spark_elastic.spark.cluster import Cluster, Sent
+from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from spark_elastic.wire.pickling import dumps
 
@@ -332,7 +332,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             )
         return str(chosen)
 
-    def _shipped(self, cluster: Cluster) -> tuple[str, Sent]:
+    def _shipped(self, cluster: Cluster) -> tuple[str, Any]:
         """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
         about = (cluster.id, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:

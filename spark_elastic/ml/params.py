@@ -28,14 +28,13 @@ from pyspark.ml.param import Param, Params
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
 from spark_elastic.reporting.descriptions import describe_setting
-from spark_elastic.settings import whole_number
+from spark_elastic.settings import accepting, whole_number, wrong
+from spark_elastic.settings import boolean as boolean
+from spark_elastic.settings import dictionary as dictionary
+from spark_elastic.settings import identifier as identifier
 from spark_elastic.trackers.autologging import reads_settings
 
 Converter = Callable[[str, Any], Any]  # of name and value, to the plain value; raises `InvalidSettingsError`
-
-
-def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
-    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__})")
 
 
 def whole(at_least: int) -> Callable[[str, int], int]:
@@ -47,22 +46,11 @@ def real(*, above: float | None = None, at_least: float | None = None) -> Callab
 
     def convert(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise _wrong(name, f"a number{bound}", value)
+            raise wrong(name, f"a number{bound}", value)
         number = float(value)
         if (above is not None and number <= above) or (at_least is not None and number < at_least):
-            raise _wrong(name, f"a number{bound}", value)
+            raise wrong(name, f"a number{bound}", value)
         return number
-
-    return convert
-
-
-def accepting(wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Converter:
-    """Return a converter that accepts some values and makes them plain; `wanted` describes them in the error."""
-
-    def convert(name: str, value: Any) -> Any:
-        if not accepts(value):
-            raise _wrong(name, wanted, value)
-        return plain(value)
 
     return convert
 
@@ -71,28 +59,13 @@ def one_of(*choices: str) -> Converter:
     return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
 
-boolean: Callable[[str, bool], bool] = accepting(
-    "True or False",
-    lambda value: type(value).__name__ in ("bool", "bool_"),
-    bool,  # numpy's too
-)
 text: Callable[[str, str], str] = accepting("a name", lambda value: isinstance(value, str) and value, str)
-identifier: Callable[[str, str], str] = accepting(
-    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
-    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
-    str,
-)
-function: Callable[[str, Callable[..., Any]], Any] = accepting("a function", callable, lambda value: value)
-dictionary: Callable[[str, Mapping[str, Any]], dict[str, Any]] = accepting(
-    "a dict with names as keys",
-    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
-    dict,
-)
+function: Callable[[str, Callable[..., Any]], Any] = accepting("a function", callable)
 
 
 def path(name: str, value: str | os.PathLike[str], wanted: str = "a path or a URI") -> str:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise _wrong(name, wanted, value)
+        raise wrong(name, wanted, value)
     return str(value)
 
 
@@ -104,7 +77,7 @@ def names(name: str, value: str | Sequence[str]) -> list[str]:
     """Convert to a list of names; a str is a list of one. An empty list, or a name given twice, is an error."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
-        raise _wrong(name, "a list of names", value)
+        raise wrong(name, "a list of names", value)
     if not listed:
         raise InvalidSettingsError(f"{name} must name at least one column")
     repeated = sorted({each for each in listed if list(listed).count(each) > 1})
@@ -133,7 +106,7 @@ def shapes(name: str, value: Any) -> list[list[int]]:
     if _is_list(value) and len(value) and not any(_is_list(each) for each in value):
         value = [value]
     if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
-        raise _wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
+        raise wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
     return [[whole_number(f"{name}[{i}]", size, at_least=1) for size in shape] for i, shape in enumerate(value)]
 
 
@@ -141,15 +114,15 @@ def dtypes(name: str, value: Any) -> list[str | None]:
     """Convert to numpy's name of a number type per tensor, or None: `["int64", None]`. A single type needs no list."""
     listed = value if _is_list(value) else [value]
     if not len(listed):
-        raise _wrong(name, "a list of types, such as ['int64', 'float32']", value)
+        raise wrong(name, "a list of types, such as ['int64', 'float32']", value)
     made: list[str | None] = []
     for index, each in enumerate(listed):
         try:
             dtype = None if each is None else np.dtype(each)
         except TypeError:
-            raise _wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
+            raise wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
         if dtype is not None and (dtype.kind not in "biuf" or dtype.itemsize > 8):
-            raise _wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
+            raise wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
         made.append(None if dtype is None else dtype.name)
     return made
 
@@ -157,7 +130,7 @@ def dtypes(name: str, value: Any) -> list[str | None]:
 def numbers_list(name: str, value: Any) -> list[float]:
     """Convert to a list of at least one number, none of them negative."""
     if not _is_list(value) or not len(value):
-        raise _wrong(name, "a list of numbers", value)
+        raise wrong(name, "a list of numbers", value)
     return [real(at_least=0)(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
@@ -165,7 +138,7 @@ def fraction_or_column(name: str, value: Any) -> float | str:
     if isinstance(value, str) and value:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong(name, "a fraction of the rows, or the name of a boolean column", value)
+        raise wrong(name, "a fraction of the rows, or the name of a boolean column", value)
     if not 0 < float(value) < 1:
         raise InvalidSettingsError(
             f"{name} must be a fraction between 0 and 1 (both excluded), such as 0.1, or the name of a boolean column, "

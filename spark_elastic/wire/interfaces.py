@@ -134,8 +134,16 @@ def is_address(name: str) -> bool:
 
 
 def on_this_machine(address: str) -> str:
-    """Return `THIS_MACHINE` for any address of this machine, and others as they are."""
-    return THIS_MACHINE if address in own_addresses() or (is_address(address) and is_loopback(address)) else address
+    """Return `THIS_MACHINE` for any address of this machine, listed or not, and others as they are."""
+    if not is_address(address):
+        return address
+    if not is_loopback(address):
+        try:
+            with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as probe:
+                probe.bind((address, 0))
+        except OSError:  # of another machine
+            return address
+    return THIS_MACHINE
 
 
 def is_loopback(address: str) -> bool:

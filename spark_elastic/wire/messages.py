@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import platform
+import struct
 import sys
 from dataclasses import dataclass, field
 
@@ -420,6 +421,10 @@ class LaunchSpec:
     encrypt: bool = False  # whether the channels are encrypted
     fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
     keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used
+
+
+RESULT_HEAD = struct.Struct("<?IQ")
+"""What precedes a result in the pipe from a worker to its agent: `in_loop`, number of the call, bytes of the result."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ import pytest
 from spark_elastic.driver.hosts import FixedHosts, HostManager
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.places import ThisMachine
+from spark_elastic.jobs.start import ThisMachine
 from spark_elastic.membership.events import HostsObserved
+from spark_elastic.wire import interfaces
 from spark_elastic.wire.interfaces import own_addresses
 
 
@@ -53,6 +54,14 @@ def test_any_name_of_this_machine_is_the_host_of_local_agents():
         assert backend.host_of(name) == "127.0.0.1"
     assert backend.host_of("127.0.0.2") == "127.0.0.2"
     assert backend.host_of("192.0.2.9") == "192.0.2.9"
+
+
+def test_second_address_of_an_interface_is_this_machine_all_the_same(monkeypatch):
+    outward = [address for address in own_addresses() if not interfaces.is_loopback(address)]
+    monkeypatch.setattr(interfaces, "own_addresses", list)  # which has the first of each interface
+    assert [interfaces.on_this_machine(address) for address in outward] == ["127.0.0.1"] * len(outward)
+    assert interfaces.on_this_machine("192.0.2.9") == "192.0.2.9"
+    assert interfaces.on_this_machine("a name") == "a name"
 
 
 def test_the_first_answer_reaches_the_machine_by_address():
