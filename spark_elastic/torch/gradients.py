@@ -139,8 +139,7 @@ class BackwardReducer:
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
 
-        They are sent in the last bucket, in its type; if that type is less precise than float32, or there is no bucket,
-        they are reduced separately.
+        They are sent in the last bucket; if its type is less precise than float32, or there is none, separately.
         """
         self._scalars = numbers
         if numbers.numel() != self._scalars_width:
@@ -340,7 +339,12 @@ class BackwardReducer:
                 parameters.check_frozen(self._slots, self._results)
                 if self.op is Sum:
                     self.set_aside()
-                self._prepare(group)
+                trained = [slot for slot in self._slots if slot.param.requires_grad]
+                if self._agreed_on != (group, group.log.joins) or trained != self._trained:
+                    self._trained = trained
+                    self._agree(group)
+                elif group is not self._group or not self._buckets:
+                    self._plan(group)
             if self._is_one_of_many:
                 agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
             self._reduce(group)
@@ -353,15 +357,6 @@ class BackwardReducer:
         self.reduced = True
         self.reductions += 1
         self._stamp.reductions += 1
-
-    def _prepare(self, group: Group) -> None:
-        """Agree with the members, and make the buckets, if the world or what is trained has changed."""
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
-        if self._agreed_on != (group, group.log.joins) or trained != self._trained:
-            self._trained = trained
-            self._agree(group)
-        elif group is not self._group or not self._buckets:
-            self._plan(group)
 
     def _agree(self, group: Group) -> None:
         """Compare the settings of all members, and find out which gradients are sparse; raise MismatchError."""

@@ -311,11 +311,8 @@ def broadcast_optimizer_state(
     if is_provisional():
         return
     handlers = {"optimizer": OptimizerStateHandler(optimizer)}
-    if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
-        _set_zero_gradients(optimizer, model)
-
-
-def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    if not take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
+        return
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = () if model is None else (module for module in model.modules() if isinstance(module, embeddings))
     sparse = {id(layer.weight) for layer in layers if layer.sparse}

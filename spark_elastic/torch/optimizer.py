@@ -229,11 +229,9 @@ def _names(params: Sequence[torch.Tensor], named: Iterable[Any]) -> dict[int, st
 def _check_groups(groups: Any) -> None:
     if groups is None or isinstance(groups, int):
         return
-    seen: set[int] = set()
-    for group in groups:
-        for param in group:
-            if not isinstance(param, torch.Tensor):
-                raise UsageError(f"groups must be a number or lists of parameters, not of {type(param).__name__}")
-            if id(param) in seen:
-                raise UsageError("a parameter is in groups twice")
-            seen.add(id(param))
+    params = [param for group in groups for param in group]
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise UsageError(f"groups must be a number or lists of parameters, not of {type(param).__name__}")
+    if len(set(map(id, params))) < len(params):
+        raise UsageError("a parameter is in groups twice")

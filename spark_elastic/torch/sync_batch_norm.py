@@ -209,29 +209,22 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(Function):
-    """Batch normalisation by mean and variance of all members' rows, with the gradient through both."""
+    """Batch normalisation by mean and variance of all members' rows, with the gradient through both.
+
+    `rest` are the number of values per channel, the layer's eps, the group, and True if this rank's rows count.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        count: int,
-        eps: float,
-        group: Group,
-        counts: bool,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, var)
-        ctx.rest = count, eps, group, counts
+        ctx.rest = rest
         if ctx.needs_input_grad[0]:
             sums_in_backward.add(ctx)
         if not input.numel():
             return torch.empty_like(input)
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
-        return torch.nn.functional.batch_norm(_wide(input), mean, var, scale, shift, False, 0.0, eps).to(input.dtype)
+        out = torch.nn.functional.batch_norm(_wide(input), mean, var, scale, shift, False, 0.0, rest[1])
+        return out.to(input.dtype)
 
     @staticmethod
     @once_differentiable

@@ -245,7 +245,7 @@ class ModelStateHandler(StateHandler):
         return [(path, name) for path, names in defaults.items() if isinstance(names, dict) for name in names]
 
     def modules(self, anew: bool = False) -> list[torch.nn.Module]:
-        """Return all modules; those that were added since the last commit only if `anew` is True."""
+        """Return all modules; those that were added since the last commit only if `anew`."""
         if anew:
             self._modules = None
         return list(self._named_modules().values())

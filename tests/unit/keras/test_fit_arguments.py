@@ -10,7 +10,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from spark_elastic.keras.elastic.batches import deal
+from spark_elastic.keras.elastic.fit import deal
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
