@@ -209,7 +209,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
             return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = keras.tree.map_structure(as_array, parts)
+        self._arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(as_array, parts))  # tf.data stacks lists
         lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or 0 in lengths:
             raise UsageError(f"all arrays must have the same non-zero length; got lengths {sorted(lengths)}")
