@@ -99,7 +99,7 @@ def convert(model: Any) -> None:
     """
     for layer in model._flatten_layers():
         if _is_convertible(layer):
-            object.__setattr__(layer, "__class__", _synchronised(type(layer)))
+            object.__setattr__(layer, "__class__", _synchronised(layer.__class__))
             layer._set_members()
 
 

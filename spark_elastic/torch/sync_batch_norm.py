@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         layer: Any
         for layer in module.modules():
             if _is_convertible(layer):
-                layer.__class__ = _synchronised(type(layer))
+                layer.__class__ = _synchronised(layer.__class__)
                 if process_set is not global_process_set:
                     layer._process_set = process_set
         return module
@@ -169,7 +169,7 @@ def _synchronised(kind: Any) -> type[SyncBatchNorm]:
     return type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), body)
 
 
-def _empty(kind: type[Any]) -> SyncBatchNorm:
+def _empty(kind: Any) -> SyncBatchNorm:
     made = _synchronised(kind)
     return made.__new__(made)
 
