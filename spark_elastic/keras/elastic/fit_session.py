@@ -205,8 +205,8 @@ class FitCallbacks:
             rate.assign(now)
 
     def _epoch_ends(self, callbacks: Any, plain: Callable[..., Any], number: int, *args: Any, **logs: Any) -> None:
-        self.session.epoch_ends(number)
         self._event(callbacks, plain, number, *args, **logs)
+        self.session.epoch_ends(number)  # last: if a callback fails in a collective, the end of the epoch is repeated
 
     def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], number: int, *args: Any, **logs: Any) -> None:
         self.session.batch_ends(number)
