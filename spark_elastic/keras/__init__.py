@@ -27,11 +27,11 @@ from spark_elastic.keras.functions import (
     reducescatter,
 )
 from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from spark_elastic.keras.printing import PrintedByRank0
+from spark_elastic.keras.printing import print_by_rank_0
 from spark_elastic.keras.sync_batch_normalization import SyncBatchNormalization
 
 accept_keras2_names()
-process.follow(PrintedByRank0().follow)
+process.follow(print_by_rank_0)
 
 __all__ = [
     "BestModelCheckpoint",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -57,9 +57,6 @@ class Description(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
-    def __str__(self) -> str:
-        return f"{self.path} {self.shape} {self.dtype}"
-
 
 def describe(variable: Variable) -> Description:
     path = getattr(variable, "path", None) or variable.name
@@ -91,12 +88,18 @@ def outside_of_graphs() -> AbstractContextManager[Any]:
     return context
 
 
-def bytes_of(description: Description) -> int:
-    """Return the size in bytes of a variable's values."""
-    return int(np.prod(description.shape, dtype=np.int64)) * _numpy_type(description.dtype).itemsize
+def after(grads: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return a context whose operations, in a graph, wait for these gradients, of which some may be None."""
+    if BACKEND == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    present = tf.nest.flatten([grad for grad in grads if grad is not None], expand_composites=True)
+    context: AbstractContextManager[Any] = tf.control_dependencies(present)
+    return context
 
 
-def _numpy_type(name: str) -> np.dtype[Any]:
+def numpy_type(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError:  # bfloat16 and the 8-bit floats, which numpy does not have
@@ -117,14 +120,14 @@ def to_wire(variable: Variable) -> torch.Tensor:
 
 def from_wire(variable: Variable, wire: torch.Tensor) -> None:
     """Set a variable to the values whose bytes `to_wire` returned."""
-    description = describe(variable)
     if BACKEND == "torch":
         with torch.no_grad():
             value = variable.value
             if value.numel():
                 value.copy_(wire.view(value.dtype).view(value.shape))
         return
-    array = wire.numpy().view(_numpy_type(description.dtype)).reshape(description.shape)
+    description = describe(variable)
+    array = wire.numpy().view(numpy_type(description.dtype)).reshape(description.shape)
     native(variable).assign(array)
 
 
@@ -148,6 +151,25 @@ def restore_values(variables: Sequence[Variable], copies: Sequence[Copy]) -> Non
         return
     for variable, copy in zip(variables, copies, strict=True):
         native(variable).assign(copy)
+
+
+class Copies:
+    """Copies of the values of variables, to which they can return."""
+
+    def __init__(self, variables: Iterable[Variable] = ()) -> None:
+        self.variables = list(variables)
+        self._values = copy_values(self.variables)
+
+    def add(self, variables: Iterable[Variable]) -> None:
+        """Copy also those of these variables that are new and have a value."""
+        known = set(map(id, self.variables))
+        new = [each for each in variables if id(each) not in known and has_value(each)]
+        with outside_of_graphs():
+            self._values = self._values + copy_values(new)
+        self.variables = self.variables + new
+
+    def restore(self) -> None:
+        restore_values(self.variables, self._values)
 
 
 def rows_of(data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""State of Keras callbacks that is kept when `fit` is called again, and the point where it resumes.
+"""State of Keras callbacks that is kept when `fit` is called again.
 
 Kept are a callback's `state_dict`, or else its attributes that are numbers, strings, arrays, or lists and dicts of
 them. Other attributes (its model, files, functions) belong to one process.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -160,26 +160,3 @@ def _recorded(value: Any) -> Any:
         return _copied(value)
     except NotPlain:
         return str(value)
-
-
-# --- where an epoch resumes -----------------------------------------------------------------------
-
-_RESUME_POINT = "_spark_elastic_resume_point"
-
-
-class FitResumePoint(NamedTuple):
-    """Completed epochs that Keras does not count, and completed batches of the present epoch, of earlier `fit`s."""
-
-    epochs: int = 0
-    batches: int = 0
-
-
-def set_resume_point(model: Any, point: FitResumePoint) -> None:
-    """Record on a model, for its callbacks, where the present call of `fit` has resumed; valid until the next epoch."""
-    object.__setattr__(model, _RESUME_POINT, point)  # Keras' own __setattr__ would track it as part of the model
-
-
-def resume_point(model: Any) -> FitResumePoint:
-    """Return where the present call of `fit` has resumed; epoch 0, batch 0 if that was not recorded."""
-    found = getattr(model, _RESUME_POINT, None)
-    return found if isinstance(found, FitResumePoint) else FitResumePoint()

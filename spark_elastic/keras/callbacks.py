@@ -17,7 +17,6 @@ from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.elastic.handlers import take_over
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.callback_state import resume_point
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -112,6 +111,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: default: the number that `fit` determines.
     """
 
+    resumed: tuple[int, int] = 0, 0
+    """Completed epochs that Keras does not count, and batches of the present one; an elastic loop sets them."""
+
     def __init__(
         self,
         initial_lr: float,
@@ -148,12 +150,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        resumed = resume_point(self.model)
-        epoch = self._epoch + resumed.epochs
+        epochs_before, batches_before = self.resumed
+        epoch = self._epoch + epochs_before
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            self._set(epoch + (resumed.batches + batch) / self._steps)
+            self._set(epoch + (batches_before + batch) / self._steps)
         elif batch == 0:
             self._set(epoch)
 
@@ -220,7 +222,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        number = epoch + resume_point(self.model).epochs + 1
+        number = epoch + self.resumed[0] + 1
         if self.verbose and number == self.end_epoch and rank() == 0:
             print(f"epoch {number}: the learning rate has reached {self._rate():g}")
 

@@ -125,8 +125,6 @@ def load_model(
 
 # --- names of Keras 2 -------------------------------------------------------------------------------
 
-_ARGUMENT = "experimental_run_tf_function"
-
 
 def accept_keras2_names() -> None:
     """Make `model.compile` accept `experimental_run_tf_function`, and optimizers `lr`, each with a warning."""
@@ -134,13 +132,11 @@ def accept_keras2_names() -> None:
     # call it when a model is loaded.
     owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
     plain = owner.compile
-    if hasattr(plain, "accepts_keras2_names"):
-        return
 
     @functools.wraps(plain)
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _ARGUMENT in kwargs:
-            del kwargs[_ARGUMENT]
+        if "experimental_run_tf_function" in kwargs:
+            del kwargs["experimental_run_tf_function"]
             warnings.warn(
                 "compile(experimental_run_tf_function=...) has no effect: Keras 3 has no such argument; remove it",
                 UserWarning,
@@ -148,7 +144,6 @@ def accept_keras2_names() -> None:
             )
         return plain(self, *args, **kwargs)
 
-    compile.accepts_keras2_names = True  # type: ignore[attr-defined]
     owner.compile = compile
     if not hasattr(keras.optimizers.Optimizer, "lr"):
         keras.optimizers.Optimizer.lr = property(_rate, _set_rate)

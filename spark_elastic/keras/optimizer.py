@@ -39,10 +39,8 @@ class ReducingOptimizer:
         plain = cls.__mro__[2]
         return cls._wrap(plain.from_config(config, **more))  # type: ignore[attr-defined]
 
-    @property
-    def _steps(self) -> Any:
-        """The object that reduces gradients; None if a `LossScaleOptimizer` around this one reduces them."""
-        return self.__dict__.get("_distributed_steps")
+    _steps: Any = None
+    """The object that reduces gradients; None if a `LossScaleOptimizer` around this one reduces them."""
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -140,22 +138,17 @@ class ReducingOptimizer:
         around = calling_object(lambda caller: isinstance(caller, kind), within=_ABOVE, method="__init__")
         if around is not None and around.inner_optimizer is self:
             if not isinstance(around, ReducingOptimizer):
-                _become_distributed(around, self._steps)
-            self.__dict__["_distributed_steps"] = None
+                around.__dict__["_steps"] = self._steps
+                object.__setattr__(around, "__class__", _distributed_class(type(around), DistributedOptimizer))
+                distributed.add(around)
+                if around.built:
+                    self._steps.build(around._trainable_variables)
+            self.__dict__["_steps"] = None
 
 
 def _distributed_class(kind: type, wrap: Callable[[Any], Any]) -> type:
     names = {"__module__": kind.__module__, "_wrap": staticmethod(wrap)}
     return type(kind.__name__, (ReducingOptimizer, kind), names)
-
-
-def _become_distributed(optimizer: Any, steps: Any) -> None:
-    optimizer.__dict__["_distributed_steps"] = steps
-    kind = type(optimizer)
-    object.__setattr__(optimizer, "__class__", _distributed_class(kind, DistributedOptimizer))
-    distributed.add(optimizer)
-    if optimizer.built:
-        steps.build(optimizer._trainable_variables)
 
 
 def build_for(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -173,8 +166,7 @@ def reduces(optimizer: Any) -> bool:
 
 def is_distributed(optimizer: Any) -> bool:
     """Return True if this optimizer, or its inner optimizer, reduces gradients."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return isinstance(optimizer, ReducingOptimizer) or isinstance(inner, ReducingOptimizer)
+    return any(isinstance(each, ReducingOptimizer) for each in (optimizer, getattr(optimizer, "inner_optimizer", None)))
 
 
 def DistributedOptimizer(
@@ -251,7 +243,7 @@ def DistributedOptimizer(
     wrapped: Any = _distributed_class(type(plain), wrap)
     instance = object.__new__(wrapped)
     instance.__dict__.update(plain.__dict__)
-    instance.__dict__["_distributed_steps"] = steps
+    instance.__dict__["_steps"] = steps
     distributed.add(instance)
     if name is not None:
         instance.__dict__["name"] = name

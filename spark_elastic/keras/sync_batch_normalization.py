@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -98,7 +99,7 @@ def convert(model: Any) -> None:
     """
     for layer in model._flatten_layers():
         if _is_convertible(layer):
-            object.__setattr__(layer, "__class__", _synchronised(type(layer)))
+            object.__setattr__(layer, "__class__", _synchronised(layer.__class__))
             layer._set_members()
 
 
@@ -118,10 +119,7 @@ def _is_convertible(layer: Any) -> bool:
     return all(getattr(kind, name, None) is getattr(_Plain, name, 0) for name in ("call", "_moments"))
 
 
-_classes: dict[type, type] = {_Plain: SyncBatchNormalization}
-
-
-def _synchronised(kind: type) -> type:
-    if kind not in _classes:
-        _classes[kind] = type(f"Sync{kind.__name__}", (SyncBatchNormalization, kind), {})
-    return _classes[kind]
+@functools.cache
+def _synchronised(kind: Any) -> type:
+    bases = (SyncBatchNormalization, kind)
+    return SyncBatchNormalization if kind is _Plain else type(f"Sync{kind.__name__}", bases, {})

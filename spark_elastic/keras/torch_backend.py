@@ -63,26 +63,21 @@ class TorchSteps:
     ) -> None:
         weight = None if self.weight is None else float(self.weight)
         factors = [1.0 if weight is None or at in local else weight for at in range(len(grads))]
-        weighted = [None if g is None else g.detach() * factor for g, factor in zip(grads, factors, strict=True)]
-        if self.passes > 1:
-            for number, grad in zip(numbers, weighted, strict=True):
-                if grad is not None:
-                    total = self._sums.get(number)
-                    self._sums[number] = grad.clone() if total is None else total.add_(grad)
-            self._added += 1
-            self._weights += weight or 0.0
-            if self._added < self.passes:
-                return
-            weighted = [self._sums.get(number) for number in numbers]
-            if self._average or weight is not None:
-                weighted = [None if g is None else g / self.passes for g in weighted]
-            weight = None if weight is None else self._weights / self.passes
-        reduced = self._reduce(weighted, weight, variables, local)
-        if self.passes > 1:
-            if weight is not None and not self._average:
-                reduced = [None if g is None else g * self.passes for g in reduced]
-            self.drop()
-        self.applies(update, reduced)
+        for number, grad, factor in zip(numbers, grads, factors, strict=True):
+            if grad is not None:
+                total, own = self._sums.get(number), grad.detach() * factor
+                self._sums[number] = own if total is None else total.add_(own)
+        self._added += 1
+        self._weights += weight or 0.0
+        if self._added < self.passes:
+            return
+        totals: list[Gradient] = [self._sums.get(number) for number in numbers]
+        if self._average or weight is not None:
+            totals = _times(totals, 1.0 / self.passes)
+        weight = None if weight is None else self._weights / self.passes
+        self.drop()
+        reduced = self._reduce(totals, weight, variables, local)
+        self.applies(update, reduced if weight is None or self._average else _times(reduced, self.passes))
 
     def _reduce(
         self, grads: Sequence[Gradient], weight: float | None, variables: Sequence[Any], local: Sequence[int]
@@ -103,6 +98,10 @@ class TorchSteps:
             own = grads[at]
             out[at] = None if own is None else own / divisor
         return out
+
+
+def _times(grads: list[Gradient], factor: float) -> list[Gradient]:
+    return grads if factor == 1 else [None if grad is None else grad * factor for grad in grads]
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from spark_elastic.elastic.handlers import StateHandler
-from spark_elastic.elastic.object_state import ObjectState
-from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
-from spark_elastic.keras.elastic import run
+from spark_elastic.keras.elastic import ObjectState, State, StateHandler, run
 from spark_elastic.keras.elastic.handlers import VariableList
 from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState
 

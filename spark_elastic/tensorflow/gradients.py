@@ -18,8 +18,7 @@ from spark_elastic.tensorflow.host import (
     array_from,
     array_of,
     call_host,
-    graph_compressor,
-    host_compressor,
+    compressors,
     native,
     torch_of,
 )
@@ -32,12 +31,9 @@ Gradient = Any
 class GradientReducer:
     """Averages (or sums) the gradients of a step over the members.
 
-    The world is looked up when the step runs, so a graph is traced once and stays valid when the world changes.
-
-    The arguments are those of `DistributedGradientTape`; `predivide` is its `gradient_predivide_factor`.
-
-    Raises:
-        UsageError: the arguments contradict each other.
+    The world is looked up when the step runs, so a graph is traced once and stays valid when the world changes. The
+    arguments are those of `DistributedGradientTape`; `predivide` is its `gradient_predivide_factor`. Raises UsageError
+    if they contradict each other.
     """
 
     def __init__(
@@ -50,15 +46,10 @@ class GradientReducer:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._op = op
-        self._in_graph = graph_compressor(compression)
+        self._in_graph, on_host = compressors(compression)
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._fused = FusedReduction(
-            op=op,
-            compression=host_compressor(compression),
-            predivide=predivide,
-            process_set=process_set,
-        )
+        self._fused = FusedReduction(op=op, compression=on_host, predivide=predivide, process_set=process_set)
 
     def __call__(
         self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None, variables: Sequence[Any] = ()
@@ -91,10 +82,25 @@ class GradientReducer:
         if not inputs:
             return list(grads), scalars
 
+        with_sums = scalars is not None
         comparison = VariableComparison(lambda: _named(variables), _values) if variables else None
 
         def on_host(*arrays: Array) -> list[Array]:
-            return self._on_host(arrays, len(dense), len(sparse), comparison)
+            tensors = [torch_of(array) for array in arrays]
+            sums = tensors[-1].to(torch.float64, copy=True) if with_sums else None
+            reduced = self._fused(tensors[: len(dense)], sums, comparison)
+            # a world of one returns its input; TensorFlow may write into returned memory, so it gets a copy
+            pairs = zip(tensors, reduced, strict=False)
+            out = [array_from(result.clone() if result is tensor else result) for tensor, result in pairs]
+            for at in range(len(dense), len(dense) + 2 * len(sparse), 2):
+                # entries with equal indices are summed when they are applied
+                values, indices = tensors[at : at + 2]
+                if self._op is Average:
+                    mode = "trunc" if not values.dtype.is_floating_point else None
+                    values = torch.div(values, self._process_set.size(), rounding_mode=mode)
+                parts = [operations.allgather_async(each, process_set=self._process_set) for each in (values, indices)]
+                out += [array_from(handle.wait()) for handle in parts]
+            return out if sums is None else [*out, sums.numpy().astype(arrays[-1].dtype, copy=False)]
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
@@ -104,31 +110,6 @@ class GradientReducer:
             values, indices = returned[len(dense) + 2 * number : len(dense) + 2 * number + 2]
             out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)
         return out, None if scalars is None else returned[-1]
-
-    def _on_host(
-        self, arrays: Sequence[Array], dense: int, sparse: int, comparison: VariableComparison | None
-    ) -> list[Array]:
-        tensors = [torch_of(array) for array in arrays]
-        scalars = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
-        reduced = self._fused(tensors[:dense], scalars, comparison)
-        # a world of one returns its input; TensorFlow may write into returned memory, so it gets a copy
-        out = [
-            array_from(result.clone() if result is tensor else result)
-            for tensor, result in zip(tensors, reduced, strict=False)
-        ]
-        for at in range(dense, dense + 2 * sparse, 2):
-            out += self._gather_slices(tensors[at], tensors[at + 1])
-        if scalars is not None:
-            out.append(scalars.numpy().astype(arrays[-1].dtype, copy=False))
-        return out
-
-    def _gather_slices(self, values: torch.Tensor, indices: torch.Tensor) -> list[Array]:
-        """Concatenate the members' entries; entries with equal indices are summed when they are applied."""
-        if self._op is Average:
-            is_integer = not values.dtype.is_floating_point
-            values = torch.div(values, self._process_set.size(), rounding_mode="trunc" if is_integer else None)
-        each = [operations.allgather_async(part, process_set=self._process_set) for part in (values, indices)]
-        return [array_from(handle.wait()) for handle in each]
 
 
 class _ReducingTape:
@@ -172,9 +153,9 @@ class _ReducingTape:
         for at, grad in zip(shared, reduced, strict=True):
             flat[at] = grad
         if self._scale_local and len(shared) < len(flat):
-            size = size_op(self._process_set)
+            size = tf.cast(size_op(self._process_set), tf.float64)
             for at in set(range(len(flat))) - set(shared):
-                flat[at] = _divided(flat[at], size)
+                flat[at] = scaled(flat[at], 1.0 / size)
         return tf.nest.pack_sequence_as(nested, flat, expand_composites=False)
 
     def get_local_and_global_gradients(
@@ -187,10 +168,13 @@ class _ReducingTape:
         return local, [pair for pair in pairs if _key(pair[0]) not in self._local]
 
 
-def _divided(grad: Any, size: tf.Tensor) -> Any:
+def scaled(grad: Gradient, factor: Any) -> Gradient:
+    """Multiply a gradient, which may be None; do nothing if the factor is None."""
+    if grad is None or factor is None:
+        return grad
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(grad.values, size), grad.indices, grad.dense_shape)
-    return None if grad is None else grad / tf.cast(size, grad.dtype)
+        return tf.IndexedSlices(scaled(grad.values, factor), grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)
 
 
 def _named(sources: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -243,13 +227,8 @@ def DistributedGradientTape(
     Raises:
         UsageError: the arguments contradict each other.
     """
-    reducer = GradientReducer(
-        op=op,
-        compression=compression,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-    )
+    how: dict[str, Any] = {"op": op, "predivide": gradient_predivide_factor, "process_set": process_set}
+    reducer = GradientReducer(**how, compression=compression, sparse_as_dense=sparse_as_dense)
     tape = _ReducingTape(gradtape, reducer, scale_local_gradients, process_set)
     for source in local_sources:
         tape.register_local_source(source)

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,21 @@ from spark_elastic.errors import (
 
 Array = npt.NDArray[Any]
 
-_BFLOAT16 = tf.bfloat16.as_numpy_dtype
-_AS_INTEGERS: dict[Any, tuple[Any, torch.dtype]] = {
-    np.dtype(_BFLOAT16): (np.int16, torch.bfloat16),
-}
-"""numpy types that torch cannot read: for each, an integer type of the same size, and torch's type."""
+_BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)
+"""A numpy type that torch cannot read; its memory is passed on as that of int16."""
+
+
+def compressors(compression: type[Compressor]) -> tuple[type[Compressor], type[Compressor]]:
+    """Return the compressors to apply in the graph, to TensorFlow's tensors, and on the host, to torch tensors.
+
+    Casts run on the host, on the memory that is sent, and need no copy in the graph; users' compressors run there.
+    """
+    casts = issubclass(compression, CastCompressor)
+    return (NoneCompressor, compression) if casts else (compression, NoneCompressor)
 
 
 def array_of(tensor: Any) -> Array:
-    """Return the read-only values of an eager tensor or a variable, without a copy if it is in host memory.
-
-    Raises:
-        UsageError: it is not an eager tensor.
-    """
+    """Return the read-only values of an eager tensor or a variable, without a copy if it is in host memory."""
     if isinstance(tensor, np.ndarray):
         return tensor
     if isinstance(tensor, tf.Variable):
@@ -62,58 +65,26 @@ def native(variable: Any) -> Any:
 
 
 def torch_of(array: Array) -> torch.Tensor:
-    """Return a torch tensor with the memory of an array.
-
-    Raises:
-        UsageError: torch has no such type.
-    """
+    """Return a torch tensor with the memory of an array; raise UsageError if torch has no such type."""
     array = np.ascontiguousarray(array).reshape(np.shape(array))
-    if not array.flags.writeable:
-        array = _writeable(array)
+    if not array.flags.writeable:  # the same memory, as writeable: torch warns of others, though it only reads it
+        interface = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        view = SimpleNamespace(__array_interface__=interface, owner=array)  # keeps the array alive
+        array = np.asarray(view) if array.size else array.copy()
     try:
-        if array.dtype in _AS_INTEGERS:
-            integers, dtype = _AS_INTEGERS[array.dtype]
-            return torch.from_numpy(array.view(integers)).view(dtype)
+        if array.dtype == _BFLOAT16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     except TypeError:
         kind = "string" if array.dtype == object else array.dtype
         raise UsageError(f"tensors of type {kind} cannot be sent; cast them to a number type first") from None
 
 
-def _writeable(array: Array) -> Array:
-    """Return an array with the same memory that counts as writeable: torch warns of others, though it only reads it."""
-    return np.asarray(_WriteableView(array)) if array.size else array.copy()
-
-
-class _WriteableView:
-    """An object whose `__array_interface__` is the memory of an array; it keeps the array alive."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
 def array_from(tensor: torch.Tensor) -> Array:
     """Return a numpy array with the memory of a tensor, in a type that TensorFlow reads."""
-    for dtype, (_, kind) in _AS_INTEGERS.items():
-        if tensor.dtype is kind:
-            return tensor.view(torch.int16).numpy().view(dtype)
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
     return tensor.numpy()
-
-
-# --- compression ------------------------------------------------------------------------------------
-
-# Casts run on the host, on the memory that is sent, and need no copy in the graph. Users' compressors run in the graph.
-
-
-def graph_compressor(compression: type[Compressor]) -> type[Compressor]:
-    """Return the compressor to apply to TensorFlow's tensors in the graph."""
-    return NoneCompressor if issubclass(compression, CastCompressor) else compression
-
-
-def host_compressor(compression: type[Compressor]) -> type[Compressor]:
-    """Return the compressor to apply on the host, to torch tensors."""
-    return compression if issubclass(compression, CastCompressor) else NoneCompressor
 
 
 # --- calls ------------------------------------------------------------------------------------------
@@ -187,13 +158,9 @@ def call_host(
 def call_with_gradient(
     function: Callable[..., Sequence[Array]], sent: tf.Tensor, shape: Any, gradient: Callable[..., Any]
 ) -> tf.Tensor:
-    """Call `function` with the value of `sent` and return its one result as a tensor that has this gradient.
+    """Call `function` with the value of `sent` and return its one result, of this static shape and the same type.
 
-    Args:
-        function: a function of a numpy array that returns a list of one array of the same type.
-        sent: its argument.
-        shape: the static shape of the result.
-        gradient: a function that returns the gradient for `sent` from that of the result.
+    `gradient` returns the gradient for `sent` from that of the result.
     """
 
     @tf.custom_gradient
@@ -209,10 +176,9 @@ def call_with_gradient(
 # callback records its HorovodInternalError or MismatchError under a number and writes that number into the message;
 # that is the token.
 
-_MAX_RECORDED = 8
 _numbers = itertools.count(1)
 _Recorded = HorovodInternalError | MismatchError
-_recorded: deque[tuple[int, _Recorded]] = deque(maxlen=_MAX_RECORDED)
+_recorded: deque[tuple[int, _Recorded]] = deque(maxlen=8)
 _TOKEN = re.compile(r"\[(?:lost peer|mismatch) (\d+)\]")
 _CONSEQUENCES = (tf.errors.CancelledError, tf.errors.AbortedError)
 """Errors of the other parts of a graph after one part failed; TensorFlow may raise these first."""
@@ -231,9 +197,14 @@ def original_error(error: BaseException) -> _Recorded | None:
     """Return the error of a collective that caused an error; None if the error has another cause."""
     if isinstance(error, HorovodInternalError) and not _TOKEN.search(str(error)):
         return error
-    for each in _chain(error):
-        if found := _TOKEN.search(str(each)):
-            return _take(int(found[1])) or HorovodInternalError(_first_line(each))
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        for line in str(each).splitlines():
+            if found := _TOKEN.search(line):
+                return _take(int(found[1])) or HorovodInternalError(line)
+        each = each.__cause__  # not __context__: an error raised while another is handled is a separate one
     if isinstance(error, _CONSEQUENCES) and _recorded:
         return _take(_recorded[-1][0])
     return None
@@ -258,16 +229,3 @@ def _take(number: int) -> _Recorded | None:
     _recorded.clear()
     _recorded.extend(later)
     return found
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        # not __context__: an error raised while another is handled is a separate one
-        error = error.__cause__  # type: ignore[assignment]
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(line for line in str(error).splitlines() if _TOKEN.search(line)), str(error))

@@ -34,8 +34,7 @@ from spark_elastic.tensorflow.host import (
     array_from,
     call_host,
     call_with_gradient,
-    graph_compressor,
-    host_compressor,
+    compressors,
     native,
     torch_of,
 )
@@ -123,7 +122,7 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
     if not tensors:
         return []
     compression, op, prescale, postscale, process_set = how
-    in_graph, on_wire = graph_compressor(compression), host_compressor(compression)
+    in_graph, on_wire = compressors(compression)
     packed = [in_graph.compress(tensor) for tensor in tensors]
 
     def on_host(*arrays: Array) -> list[Array]:
@@ -154,19 +153,15 @@ def _allreduce_slices(
         )
     values = allgather(slices.values, process_set=process_set)
     indices = allgather(slices.indices, process_set=process_set)
-    if prescale * postscale != 1.0:
-        values = _times(values, prescale * postscale)
+    factor = float(prescale * postscale)
+    if factor != 1.0 and (values.dtype.is_floating or factor.is_integer()):
+        values *= tf.cast(factor, values.dtype)
+    elif factor != 1.0:  # integers keep their type, and are rounded towards zero
+        values = tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
     if op is Average:
         # not rounded for integers: the fractions of one index are summed later
         values = values / tf.cast(_of_process(process_set.size), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _times(values: tf.Tensor, factor: float) -> tf.Tensor:
-    """Multiply values by a factor without changing their type; integers are rounded towards zero."""
-    if values.dtype.is_floating or float(factor).is_integer():
-        return values * tf.cast(factor, values.dtype)
-    return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
 
 
 # --- allgather, broadcast -------------------------------------------------------------------------
@@ -301,7 +296,7 @@ def reducescatter(
     Raises:
         UsageError: the operator is neither Average nor Sum.
     """
-    in_graph, on_wire = graph_compressor(compression), host_compressor(compression)
+    in_graph, on_wire = compressors(compression)
 
     def scatter(array: Array) -> list[Array]:
         sent, context = on_wire.compress(torch_of(array))

@@ -8,71 +8,42 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
 class Backward:
-    """A backward that has ended.
-
-    Attributes:
-        used: An optimizer that took part has made a step since.
-    """
+    """A backward that has ended."""
 
     used = False
+    """An optimizer that took part has made a step since."""
 
 
-class Participant(Protocol):
-    """An object that is told of the backward passes in which it computes a gradient."""
-
-    number: int
-    """Participants are called in the order of their numbers."""
-
-    def backward_ended(self, backward: Backward) -> None:
-        """The outermost backward has ended. An error is raised to the caller of backward."""
-
-    def backward_nested(self) -> None:
-        """A backward has ended within another one, which still runs."""
-
-    def backward_failed(self) -> None:
-        """The last backward has not ended, because it raised an error; called when the next one begins."""
-
-
-_participants: dict[int, weakref.ref[Any]] = {}
-"""The participants of the backward that runs, or that failed last, by number."""
+participants: dict[int, weakref.ref[Any]] = {}
+"""The reducers with a gradient in the backward that runs, or that failed last, by number, which is their order."""
 _awaited: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 """The functions that autograd holds in order to call them at the end of a graph. It drops them if backward fails."""
 
 
-def await_end(participant: Participant) -> bool:
-    """Let `participant` know of the end of the backward that runs; call it in a hook, once in each graph.
+def await_end(reducer: Any) -> bool:
+    """Let a reducer know of the end of the backward that runs; it calls this in a hook, once in each graph.
 
-    Returns:
-        True if the participant takes part in this backward already, through another graph.
+    Returns True if the reducer takes part in this backward already, through another graph.
     """
     if not _awaited:
         for left in _present():
             left.backward_failed()
-        _participants.clear()
-    known = participant.number in _participants
-    _participants[participant.number] = weakref.ref(participant)
+        participants.clear()
+    known = reducer.number in participants
+    participants[reducer.number] = weakref.ref(reducer)
     _add_to_graph()
     return known
 
 
-def has_not_ended_for(participant: Participant) -> bool:
-    """Return True if a backward of this participant was noticed, and its end was not."""
-    return participant.number in _participants
-
-
-def forget(participant: Participant) -> None:
-    _participants.pop(participant.number, None)
-
-
-def _present() -> list[Participant]:
-    found = [_participants[number]() for number in sorted(_participants)]
-    return [participant for participant in found if participant is not None]
+def _present() -> list[Any]:
+    found = [participants[number]() for number in sorted(participants)]
+    return [reducer for reducer in found if reducer is not None]
 
 
 def _add_to_graph() -> None:
@@ -85,16 +56,16 @@ def _add_to_graph() -> None:
 
     def ended() -> None:
         node: Any = torch._C._current_autograd_node()
-        participants = _present()
+        present = _present()
         if node is None:
-            _participants.clear()
+            participants.clear()
             _awaited.clear()
             backward = Backward()
-            for participant in participants:
-                participant.backward_ended(backward)
+            for reducer in present:
+                reducer.backward_ended(backward)
             return
-        for participant in participants:
-            participant.backward_nested()
+        for reducer in present:
+            reducer.backward_nested()
         handles: list[Any] = []
 
         def outer_goes_on(*_: Any) -> None:

@@ -6,6 +6,7 @@ clipping, unscaling or scaling by hand, it does to reduced gradients.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import count
@@ -112,18 +113,14 @@ class BackwardReducer:
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
         self._scalars_width = 0
-        self.before_step: list[Callable[[], None]] = []
+        self.before_step: OrderedDict[int, Callable[[], None]] = OrderedDict()
         """Functions to call when the gradients are complete and the optimizer begins to step."""
         for other in parameters.reducers():
             other._agreed_on = None, 0
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before.
-
-        Raises:
-            UsageError: a parameter has no shape yet.
-        """
+        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
         for param in params:
             index = len(self._slots)
             node = parameters.observe(self, param, index, before_each=self.op is Sum)
@@ -142,8 +139,7 @@ class BackwardReducer:
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
 
-        They are sent in the last bucket, in its type; if that type is less precise than float32, or there is no bucket,
-        they are reduced separately.
+        They are sent in the last bucket; if its type is less precise than float32, or there is none, separately.
         """
         self._scalars = numbers
         if numbers.numel() != self._scalars_width:
@@ -156,8 +152,12 @@ class BackwardReducer:
 
         A step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
         """
-        waits = self._newest is not None and not self._newest.used
-        return self._left != self.passes or (waits and parameters.are_finite(self._slots))
+        return self._left != self.passes or (self._waits and parameters.are_finite(self._slots))
+
+    @property
+    def _waits(self) -> bool:
+        """True if no optimizer has made a step since the last backward."""
+        return self._newest is not None and not self._newest.used
 
     def computed(self, index: int) -> None:
         """Note that backward has added to the gradient of this parameter; send the buckets that are full."""
@@ -214,13 +214,14 @@ class BackwardReducer:
         self._results = []
 
     def _send_full(self) -> None:
+        """Send the next buckets as far as they are full; an error is raised at the end of backward."""
         while self.launched < len(self._buckets) and not sums_in_backward:
             bucket = self._buckets[self.launched]
             if bucket.ready < len(bucket.params) or self._failure is not None:
                 return
             try:
                 self._send(bucket)
-            except HorovodInternalError as error:  # raised at the end of backward
+            except HorovodInternalError as error:
                 self._failure = error
 
     def _send(self, bucket: Bucket) -> None:
@@ -242,9 +243,11 @@ class BackwardReducer:
             param.grad = view.detach()
 
     def backward_nested(self) -> None:
+        """Note that a backward has ended within another one, which still runs."""
         self._nested = self._at_end = True
 
     def backward_failed(self) -> None:
+        """Note, when the next backward begins, that the last one has raised an error."""
         if self.launched or any(slot.before is not None for slot in self._slots):
             raise UsageError(
                 "the last backward raised an error after its reduction had begun, so its batch cannot be skipped"
@@ -254,7 +257,7 @@ class BackwardReducer:
     def backward_ended(self, ended: Backward) -> None:
         """Count a backward pass; if it was the last one of the step, reduce the gradients, and raise as `complete`."""
         self._left -= 1
-        self._count_unused()
+        self.unused += self._waits
         self._newest = ended
         if self._left <= 0:
             self.complete()
@@ -280,7 +283,7 @@ class BackwardReducer:
                 "param.grad was replaced after its reduction, and would be summed again; change it in place, or call "
                 "optimizer.zero_grad() before setting gradients of this worker"
             )
-        if backward.has_not_ended_for(self) or self._left != self.passes or not self.reduced or replaced:
+        if self.number in backward.participants or self._left != self.passes or not self.reduced or replaced:
             self.complete()
 
     def accept(self) -> None:
@@ -298,13 +301,9 @@ class BackwardReducer:
         """Count the gradients as not reduced: they were reset."""
         for slot in self._slots:
             slot.before = None
-        self._count_unused()
+        self.unused += self._waits
         self.reduced, self._newest = False, None
         self._left = self.passes
-
-    def _count_unused(self) -> None:
-        if self._newest is not None and not self._newest.used:
-            self.unused += 1
 
     def complete(self) -> None:
         """Reduce the gradients, so that every `param.grad` is the reduced gradient.
@@ -340,7 +339,12 @@ class BackwardReducer:
                 parameters.check_frozen(self._slots, self._results)
                 if self.op is Sum:
                     self.set_aside()
-                self._prepare(group)
+                trained = [slot for slot in self._slots if slot.param.requires_grad]
+                if self._agreed_on != (group, group.log.joins) or trained != self._trained:
+                    self._trained = trained
+                    self._agree(group)
+                elif group is not self._group or not self._buckets:
+                    self._plan(group)
             if self._is_one_of_many:
                 agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
             self._reduce(group)
@@ -349,29 +353,13 @@ class BackwardReducer:
                 grad = slot.param.grad
                 slot.param.grad = slot.before if grad is None else grad + slot.before
         self._rearm()
-        self._results = []
-        if group is not None:
-            self.accept()
+        self._results = [] if group is None else [slot.param.grad for slot in self._slots]
         self.reduced = True
         self.reductions += 1
-        self._stamp.reduced()
-
-    def _prepare(self, group: Group) -> None:
-        """Agree with the members, and make the buckets, if the world or what is trained has changed."""
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
-        if self._agreed_on != (group, group.log.joins) or trained != self._trained:
-            self._trained = trained
-            self._agree(group)
-        elif group is not self._group or not self._buckets:
-            self._plan(group)
+        self._stamp.reductions += 1
 
     def _agree(self, group: Group) -> None:
-        """Compare the settings of all members, and find out which gradients are sparse.
-
-        Raises:
-            MismatchError: the settings differ.
-            HorovodInternalError: a peer is gone.
-        """
+        """Compare the settings of all members, and find out which gradients are sparse; raise MismatchError."""
         shapes = "; ".join(describe_tensor(slot.param) for slot in self._trained)
         settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
         buckets = [len(part) for part in partition([slot.param for slot in self._trained], self.groups)]
@@ -430,8 +418,7 @@ class BackwardReducer:
     def _reduce(self, group: Group) -> None:
         for bucket in self._buckets[self.launched :]:
             self._send(bucket)
-        scalars = self._scalars
-        alone = None
+        scalars, alone = self._scalars, None
         if scalars is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
             alone = group.allreduce(scalars, Sum.gloo)
         divisor = group.size if self.op is Average else 1
@@ -454,8 +441,7 @@ class BackwardReducer:
             group.wait(alone)
         for complete in gathered:
             complete()
-        unseen = [slot for slot in self._trained if id(slot.param) in self._unseen]
-        appeared = any(slot.param.grad is not None for slot in unseen)  # the same on all members
+        appeared = any(s.param.grad is not None for s in self._trained if id(s.param) in self._unseen)  # on all alike
         if appeared:
             (self._made_dense if self.sparse_as_dense else self._sparse).update(self._sparse_in_buckets)
             self.launched = 0
@@ -474,11 +460,10 @@ class BackwardReducer:
         self._left = self.passes
         self._works = []
         self._at_end = True
-        backward.forget(self)
-        for bucket in self._buckets:
-            bucket.ready = 0
+        backward.participants.pop(self.number, None)
+        self._count_again()
         for slot in self._slots:
-            slot.computed, slot.before = False, None
+            slot.before = None
 
     def abandon(self, group_over: bool = False) -> None:
         """Drop the gradients of the present step.

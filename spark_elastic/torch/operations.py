@@ -47,14 +47,27 @@ __all__ = [
 
 class _Allreduce(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
-        name, *ctx.how = how
-        op, prescale, postscale, process_set = ctx.how
-        return collectives.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
+    def forward(ctx: Any, is_grouped: bool, name: str | None, how: Any, *tensors: torch.Tensor) -> Any:
+        ctx.is_grouped, ctx.how = is_grouped, how
+        if is_grouped:
+            return tuple(collectives.grouped_allreduce_async(tensors, None, name, *how).wait())
+        return (collectives.allreduce_async(tensors[0], None, name, *how).wait(),)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Allreduce.apply(grad, None, *ctx.how), None, None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, None, *_Allreduce.apply(ctx.is_grouped, None, ctx.how, *grads)
+
+
+def _reduced(
+    tensors: Sequence[torch.Tensor], compression: type[Compressor], op: ReduceOp, is_grouped: bool, name: Any, *how: Any
+) -> list[torch.Tensor]:
+    """Reduce tensors; `how` is both factors and the process set."""
+
+    def reduce(operator: ReduceOp, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        reduced: tuple[torch.Tensor, ...] = _Allreduce.apply(is_grouped, name, (operator, *how), *sent)
+        return reduced
+
+    return reduce_compressed(tensors, compression, op, how[-1].size(), reduce)
 
 
 def allreduce(
@@ -72,25 +85,8 @@ def allreduce(
     Raises:
         HorovodInternalError: a peer is gone.
     """
-
-    def reduce(how: ReduceOp, sent: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [_Allreduce.apply(sent[0], name, how, prescale_factor, postscale_factor, process_set)]
-
-    return reduce_compressed([tensor], compression, resolve_op(op, average), process_set.size(), reduce)[0]
-
-
-class _GroupedAllreduce(Function):
-    @staticmethod
-    def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
-        name, *ctx.how = how
-        op, prescale, postscale, process_set = ctx.how
-        return tuple(
-            collectives.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (None, *_GroupedAllreduce.apply((None, *ctx.how), *grads))
+    how = (prescale_factor, postscale_factor, process_set)
+    return _reduced([tensor], compression, resolve_op(op, average), False, name, *how)[0]
 
 
 def grouped_allreduce(
@@ -104,13 +100,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors at once, each as `allreduce` does."""
-
-    def reduce(how: ReduceOp, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        settings = (name, how, prescale_factor, postscale_factor, process_set)
-        reduced: tuple[torch.Tensor, ...] = _GroupedAllreduce.apply(settings, *sent)
-        return reduced
-
-    return reduce_compressed(tensors, compression, resolve_op(op, average), process_set.size(), reduce)
+    how = (prescale_factor, postscale_factor, process_set)
+    return _reduced(tensors, compression, resolve_op(op, average), True, name, *how)
 
 
 class _Allgather(Function):
@@ -140,8 +131,7 @@ def allgather(
 
     The gradient is the average of the members' gradients for this member's rows.
     """
-    out: torch.Tensor = _Allgather.apply(process_set, name, tensor)[0]
-    return out
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather(
@@ -213,9 +203,7 @@ class _Reducescatter(Function):
     @staticmethod
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
         name, *ctx.how = how
-        op, process_set, prescale, postscale = ctx.how
-        handle = collectives.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
-        return tuple(handle.wait())
+        return tuple(collectives.grouped_reducescatter_async(tensors, name, *ctx.how).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -323,11 +311,8 @@ def broadcast_optimizer_state(
     if is_provisional():
         return
     handlers = {"optimizer": OptimizerStateHandler(optimizer)}
-    if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
-        _set_zero_gradients(optimizer, model)
-
-
-def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    if not take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
+        return
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = () if model is None else (module for module in model.modules() if isinstance(module, embeddings))
     sparse = {id(layer.weight) for layer in layers if layer.sparse}

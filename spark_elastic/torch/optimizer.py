@@ -11,17 +11,10 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.operators import (
-    Average,
-    Compression,
-    Compressor,
-    ReduceOp,
-    check_gradient_op,
-)
+from spark_elastic.collective.operators import Average, Compression, Compressor, ReduceOp, check_gradient_op
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
-from spark_elastic.torch.parameters import holds
 
 stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 """The optimizers that have made a step since an elastic state looked last."""
@@ -32,13 +25,6 @@ class DistributedOptimizerMixin:
 
     _reducer: BackwardReducer
     _inner: torch.optim.Optimizer
-
-    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer) -> None:
-        # The lists and dictionaries of the inner optimizer are shared, not copied: a learning rate scheduler for either
-        # works on both. A scheduler patches `step` of its optimizer instance; that patch stays with the inner one.
-        self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
-        self._inner = inner
-        self._reducer = reducer
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -90,12 +76,17 @@ class DistributedOptimizerMixin:
             UsageError: it is called in a hook, while backward runs.
         """
         reducer = self._reducer
-        params = [param for group in self._inner.param_groups for param in group["params"]]
-        if not holds(reducer, params):
+        params = [id(param) for group in self._inner.param_groups for param in group["params"]]
+        if params != [id(slot.param) for slot in reducer._slots]:
             raise UsageError(
                 "the parameters in optimizer.param_groups have changed, and gradients of new ones would not be "
                 "reduced; use add_param_group, or make a new DistributedOptimizer"
             )
+
+        def complete() -> None:
+            reducer.complete_step()
+            for function in reducer.before_step.values():
+                function()
 
         def evaluated() -> Any:
             assert closure is not None
@@ -104,15 +95,13 @@ class DistributedOptimizerMixin:
                 loss = closure()
             if reducer.reductions == before:
                 reducer.forget()
-            reducer.complete_step()
-            self._begin_step()
+            complete()
             return loss
 
         if closure is not None:
             result = super().step(evaluated)  # type: ignore[misc]
         else:
-            reducer.complete_step()
-            self._begin_step()
+            complete()
             self._inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the inner optimizer
             result = super().step()  # type: ignore[misc]
         reducer.stepped()
@@ -120,10 +109,6 @@ class DistributedOptimizerMixin:
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
-
-    def _begin_step(self) -> None:
-        for function in self._reducer.before_step:
-            function()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer's own `zero_grad` does, which gets the arguments.
@@ -196,11 +181,10 @@ def DistributedOptimizer(
     if isinstance(groups, int) and groups <= 0:
         groups = None
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = _names(params, named_parameters)
     _check_groups(groups)
     reducer = BackwardReducer(
         params=params,
-        names=names,
+        names={} if named_parameters is None else _names(params, named_parameters),
         compression=compression,
         passes=_positive(backward_passes_per_step),
         op=op,
@@ -212,7 +196,10 @@ def DistributedOptimizer(
     kind = type(optimizer)
     wrapped: Any = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
     instance = wrapped.__new__(wrapped)
-    instance._wrap(optimizer, reducer)
+    # The lists and dictionaries of the inner optimizer are shared, not copied: a learning rate scheduler for either
+    # works on both. A scheduler patches `step` of its optimizer instance; that patch stays with the inner one.
+    instance.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    instance._inner, instance._reducer = optimizer, reducer
     return instance
 
 
@@ -222,9 +209,7 @@ def _positive(passes: int) -> int:
     return passes
 
 
-def _names(params: Sequence[torch.Tensor], named: Iterable[Any] | None) -> dict[int, str]:
-    if named is None:
-        return {id(param): f"parameter {index}" for index, param in enumerate(params)}
+def _names(params: Sequence[torch.Tensor], named: Iterable[Any]) -> dict[int, str]:
     pairs = list(named)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them")
@@ -244,11 +229,9 @@ def _names(params: Sequence[torch.Tensor], named: Iterable[Any] | None) -> dict[
 def _check_groups(groups: Any) -> None:
     if groups is None or isinstance(groups, int):
         return
-    seen: set[int] = set()
-    for group in groups:
-        for param in group:
-            if not isinstance(param, torch.Tensor):
-                raise UsageError(f"groups must be a number or lists of parameters, not of {type(param).__name__}")
-            if id(param) in seen:
-                raise UsageError("a parameter is in groups twice")
-            seen.add(id(param))
+    params = [param for group in groups for param in group]
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise UsageError(f"groups must be a number or lists of parameters, not of {type(param).__name__}")
+    if len(set(map(id, params))) < len(params):
+        raise UsageError("a parameter is in groups twice")

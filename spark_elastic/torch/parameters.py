@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -17,23 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from spark_elastic.collective.fused import Bucket
 from spark_elastic.errors import UsageError
 
-
-class Owner(Protocol):
-    """The one reducer of a parameter's gradient. Parameters are numbered in the order in which it observes them."""
-
-    replaced: bool
-    """Another reducer has taken over a parameter."""
-
-    def computed(self, index: int) -> None:
-        """Backward has added to the gradient of the parameter with this number."""
-
-    def set_aside(self) -> None:
-        """Backward is about to add to a gradient."""
-
-    def abandon(self) -> None:
-        """The gradients of the present step are of no use."""
-
-
 CONVERTED = (
     "the type or device of parameters has changed since gradients were reduced; make the DistributedOptimizer after "
     "model.to(), model.double() and the like"
@@ -41,7 +24,7 @@ CONVERTED = (
 _unscaling: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 """The scalers that have unscaled gradients since the last loss."""
 _owners = WeakTensorKeyDictionary()
-"""A weak reference to the owner of each parameter, and the handles of its hooks."""
+"""A weak reference to the owner of each parameter, the reducer of its gradient, and the handles of its hooks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,18 +55,8 @@ def are_finite(slots: Sequence[GradientSlot]) -> bool:
     return bool(values) and all(bool(each.isfinite().all()) for each in values)
 
 
-def holds(reducer: Any, params: Sequence[torch.Tensor]) -> bool:
-    """Return True if these are the parameters of a reducer, in its order."""
-    slots = reducer._slots
-    return len(params) == len(slots) and all(param is slot.param for param, slot in zip(params, slots, strict=True))
-
-
 def check_frozen(slots: Sequence[GradientSlot], results: Sequence[torch.Tensor | None]) -> None:
-    """Check that frozen parameters have no gradients but the results of a reduction, which are of the first slots.
-
-    Raises:
-        UsageError: a parameter has one.
-    """
+    """Raise UsageError if frozen parameters have other gradients than the results, which are of the first slots."""
     for slot, result in zip(slots, [*results, *[None] * (len(slots) - len(results))], strict=True):
         if not slot.param.requires_grad and has_other(slot, result):
             raise UsageError(
@@ -92,20 +65,14 @@ def check_frozen(slots: Sequence[GradientSlot], results: Sequence[torch.Tensor |
             )
 
 
-def observe(owner: Owner, param: torch.nn.Parameter, index: int, before_each: bool) -> Any:
+def observe(owner: Any, param: torch.nn.Parameter, index: int, before_each: bool) -> Any:
     """Make `owner` the owner of a parameter, also if that is unfrozen later.
 
-    Args:
-        owner: is referred to weakly: the hooks of a discarded optimizer must stop sending.
-        param: the parameter.
-        index: the number for `owner.computed`.
-        before_each: call `owner.set_aside` too.
+    The hooks call `owner.computed(index)` and, with `before_each`, `owner.set_aside()`. They refer to it weakly: those
+    of a discarded optimizer must stop sending. Raises UsageError if the parameter has no shape yet.
 
     Returns:
         None, or with `before_each` autograd's node that adds to the gradient: the hook ends with it.
-
-    Raises:
-        UsageError: the parameter has no shape yet.
     """
     if is_lazy(param):
         raise UsageError(
@@ -132,7 +99,7 @@ def observe(owner: Owner, param: torch.nn.Parameter, index: int, before_each: bo
     return node
 
 
-def stop_observing(owner: Owner, param: torch.nn.Parameter) -> None:
+def stop_observing(owner: Any, param: torch.nn.Parameter) -> None:
     """Remove the hooks of a parameter, unless it has another owner."""
     if _owners.get(param, (None,))[0] == weakref.ref(owner):
         _remove_hooks(param)
@@ -160,22 +127,18 @@ def abandon_steps() -> None:
     _unscaling.clear()
 
 
-def _noting(unscale: Callable[..., None]) -> Callable[..., None]:
-    """Return `GradScaler.unscale_` that notes the scaler, which refuses to unscale once more when a step is repeated.
-
-    A scaler may be outside of every state, and nothing else tells of it.
-    """
-
-    @functools.wraps(unscale)
-    def unscale_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        if scaler.is_enabled():
-            _unscaling.add(scaler)
-        unscale(scaler, optimizer)
-
-    return unscale_
+_plain_unscale = GradScaler.unscale_
 
 
-GradScaler.unscale_ = _noting(GradScaler.unscale_)  # type: ignore[method-assign]
+@functools.wraps(_plain_unscale)
+def _noted_unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Note the scaler, which may be outside of every state, and would refuse to unscale when a step is repeated."""
+    if scaler.is_enabled():
+        _unscaling.add(scaler)
+    _plain_unscale(scaler, optimizer)
+
+
+GradScaler.unscale_ = _noted_unscale  # type: ignore[method-assign, assignment]
 
 
 def _hook(owner: weakref.ref[Any], method: str, *args: Any) -> Callable[..., None]:

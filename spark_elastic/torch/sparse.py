@@ -12,21 +12,16 @@ from spark_elastic.collective.negotiation import launch_now
 
 
 def gather_entries(group: Group, param: torch.nn.Parameter, divisor: int) -> Callable[[], None]:
-    """Start to gather the entries of a sparse gradient; return the function that completes it.
+    """Start to gather the entries of a gradient, divided by `divisor`; return the function that completes it.
 
     Entries of several members with the same index are summed. A member without a gradient sends no entries; a gradient
     without entries, which is a gradient nevertheless, is sent as one with the index -1. If no member has a gradient,
     `param.grad` is None afterwards.
-
-    Args:
-        group: the members.
-        param: the parameter, whose `grad` is sparse, dense or None.
-        divisor: the number to divide the values by before they are sent.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
     """
-    grad = param.grad if param.grad is not None else _no_entries(param)
+    grad = param.grad
+    if grad is None:
+        no_entries = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+        grad = torch.sparse_coo_tensor(no_entries, param.new_empty((0, *param.shape[1:])), param.shape)
     if not grad.is_sparse:
         grad = grad.to_sparse(1)
     grad = grad.coalesce()
@@ -45,8 +40,3 @@ def gather_entries(group: Group, param: torch.nn.Parameter, divisor: int) -> Cal
         param.grad = torch.sparse_coo_tensor(at.t(), received, param.shape).coalesce()
 
     return complete
-
-
-def _no_entries(param: torch.Tensor) -> torch.Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)

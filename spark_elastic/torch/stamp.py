@@ -37,11 +37,7 @@ class Stamp:
         return _TO_SEND[update][self._place]
 
     def read(self, sums: torch.Tensor) -> bool:
-        """Return whether the driver has announced a coming world to a member.
-
-        Raises:
-            MismatchError: members are at different steps.
-        """
+        """Return True if the driver has announced a coming world to a member; raise MismatchError at unequal steps."""
         update, *places = sums.tolist()
         places[self._place] = 0
         if any(places):
@@ -51,9 +47,6 @@ class Stamp:
                 "hvd.join() when it has no more batches"
             )
         return bool(update)
-
-    def reduced(self) -> None:
-        self.reductions += 1
 
     def stepped(self) -> None:
         self.steps, self.reductions = self.steps + 1, 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from spark_elastic.collective.batch_statistics import (
@@ -42,8 +43,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype: the type of parameters and buffers.
     """
 
-    _process_set: ProcessSet | None = None
-    """None: all processes."""
+    _process_set: ProcessSet = global_process_set
+    """Of the class unless it is another one, because a copy of the layer has copies of its attributes."""
     single_value_is_normalised = False
     """Normalise a single value per channel by the running statistics, if they are kept, instead of raising."""
 
@@ -59,7 +60,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Any = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._process_set = None if process_set is global_process_set else process_set
+        if process_set is not global_process_set:
+            self._process_set = process_set
 
     @classmethod
     def convert_sync_batchnorm(
@@ -74,12 +76,12 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The module.
         """
-        chosen = None if process_set is global_process_set else process_set
         layer: Any
         for layer in module.modules():
             if _is_convertible(layer):
-                layer.__class__ = _synchronised(type(layer))
-                layer._process_set = chosen
+                layer.__class__ = _synchronised(layer.__class__)
+                if process_set is not global_process_set:
+                    layer._process_set = process_set
         return module
 
     @property
@@ -111,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group, counts)
 
     def _group(self) -> Group | None:
-        return normalised_group(self._process_set or global_process_set)
+        return normalised_group(self._process_set)
 
     def _update_running(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
         assert self.running_mean is not None
@@ -149,53 +151,27 @@ def _is_convertible(layer: torch.nn.Module) -> bool:
     return kind is torch.nn.SyncBatchNorm or not own_forward
 
 
-def _synchronised(kind: type[Any]) -> type[SyncBatchNorm]:
+@functools.cache
+def _synchronised(kind: Any) -> type[SyncBatchNorm]:
     """Return the class that derives from `SyncBatchNorm` and from `kind`."""
-    known = _classes.get(kind)
-    if known is None:
+    if kind is torch.nn.SyncBatchNorm:
+        return SyncBatchNorm
 
-        def reduced(self: SyncBatchNorm, protocol: Any) -> Any:  # pickle could not find the class by its name
-            return _empty, (kind,), self.__dict__
+    def reduced(self: SyncBatchNorm, protocol: Any) -> Any:  # pickle could not find the class by its name
+        return _empty, (kind,), self.__dict__
 
-        body = {
-            "_check_input_dim": kind._check_input_dim,
-            "__reduce_ex__": reduced,
-            "__module__": kind.__module__,
-            "__doc__": f"A `{kind.__name__}` that was converted.",
-        }
-        known = _classes[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), body)
-    return known
+    body = {
+        "_check_input_dim": kind._check_input_dim,
+        "__reduce_ex__": reduced,
+        "__module__": kind.__module__,
+        "__doc__": f"A `{kind.__name__}` that was converted.",
+    }
+    return type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), body)
 
 
-def _empty(kind: type[Any]) -> SyncBatchNorm:
+def _empty(kind: Any) -> SyncBatchNorm:
     made = _synchronised(kind)
     return made.__new__(made)
-
-
-class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
-    """A `BatchNorm1d` that was converted."""
-
-    _check_input_dim = BatchNorm1d._check_input_dim
-
-
-class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
-    """A `BatchNorm2d` that was converted."""
-
-    _check_input_dim = BatchNorm2d._check_input_dim
-
-
-class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
-    """A `BatchNorm3d` that was converted."""
-
-    _check_input_dim = BatchNorm3d._check_input_dim
-
-
-_classes: dict[type, type[SyncBatchNorm]] = {
-    BatchNorm1d: SyncBatchNorm1d,
-    BatchNorm2d: SyncBatchNorm2d,
-    BatchNorm3d: SyncBatchNorm3d,
-    torch.nn.SyncBatchNorm: SyncBatchNorm,
-}
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -233,29 +209,22 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(Function):
-    """Batch normalisation by mean and variance of all members' rows, with the gradient through both."""
+    """Batch normalisation by mean and variance of all members' rows, with the gradient through both.
+
+    `rest` are the number of values per channel, the layer's eps, the group, and True if this rank's rows count.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        count: int,
-        eps: float,
-        group: Group,
-        counts: bool,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, var)
-        ctx.rest = count, eps, group, counts
+        ctx.rest = rest
         if ctx.needs_input_grad[0]:
             sums_in_backward.add(ctx)
         if not input.numel():
             return torch.empty_like(input)
         scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
-        return torch.nn.functional.batch_norm(_wide(input), mean, var, scale, shift, False, 0.0, eps).to(input.dtype)
+        out = torch.nn.functional.batch_norm(_wide(input), mean, var, scale, shift, False, 0.0, rest[1])
+        return out.to(input.dtype)
 
     @staticmethod
     @once_differentiable

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from spark_elastic.elastic import loop
 from spark_elastic.elastic.handlers import StateHandler
@@ -21,27 +20,21 @@ from spark_elastic.keras.elastic.fit import (
 )
 from spark_elastic.keras.elastic.state import KerasState
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound=State)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def run(func: F) -> F:
     """Decorate `func(state, ...)` so that it is called again whenever workers are lost or arrive.
 
     Each time the world has changed, the reset callbacks are called, the state is synchronised and `func` is called
     again. Before `func`, call only collectives that a newcomer calls at the same time.
     """
-    if BACKEND == "torch":
-        return loop.run(func)
-    from spark_elastic.tensorflow.host import lost_peers_translated
+    looped: Any = func
+    if BACKEND == "tensorflow":
+        from spark_elastic.tensorflow.host import lost_peers_translated
 
-    @functools.wraps(func)
-    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        with lost_peers_translated():
-            return func(state, *args, **kwargs)
-
-    return loop.run(wrapper)  # type: ignore[arg-type]
+        looped = lost_peers_translated()(func)
+    return cast("F", loop.run(looped))
 
 
 __all__ = [

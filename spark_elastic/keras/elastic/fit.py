@@ -6,7 +6,9 @@ because they share a `FitSession`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -21,11 +23,10 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 
 from spark_elastic.collective.process import process
 from spark_elastic.collective.replicas import VariableComparison
-from spark_elastic.data.order.permutation import EpochOrder
+from spark_elastic.data.order.permutation import EpochOrder, Indices
 from spark_elastic.elastic.call_stack import calling_method, calling_object
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.batches import Indices, TensorFlowBatches, deal
-from spark_elastic.keras.elastic.fit_session import session_of
+from spark_elastic.keras.elastic.fit_session import FitSession
 from spark_elastic.keras.elastic.state import KerasState
 
 _ENTRIES = ("fit", "evaluate", "predict")
@@ -33,8 +34,18 @@ _WITHIN = 10
 """Largest number of calls between `fit` and its dataset."""
 
 
+def _check_counts(user: Any, verb: str, **needed: bool) -> None:
+    """Raise UsageError if the user's state does not have the values by which it counts."""
+    for name, is_needed in needed.items():
+        if is_needed and name not in user.state.__dict__:
+            raise UsageError(
+                f"{type(user).__name__} {verb} state.{name}, which the state does not have; create it with "
+                f"KerasState(model, {name}=0, ...)"
+            )
+
+
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base of the callbacks here: reports batches and epochs to the session of the state."""
+    """Base of the callbacks here, for each of which `FitCallbacks` has the session of the state count."""
 
     counts_batches = False
     counts_epochs = False
@@ -44,31 +55,14 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, state: KerasState) -> None:
         super().__init__()
         self.state = state
-        self.session = session_of(state)
-        for wanted, name in ((self.counts_batches, "batch"), (self.counts_epochs, "epoch")):
-            if wanted and name not in state.__dict__:
-                raise UsageError(
-                    f"{type(self).__name__} counts in state.{name}, which the state does not have; create it with "
-                    f"KerasState(model, {name}=0, ...)"
-                )
+        self.session: FitSession = state._steps.fit
+        _check_counts(self, "counts in", batch=self.counts_batches, epoch=self.counts_epochs)
         self.session.counts_batches |= self.counts_batches
         self.session.counts_epochs |= self.counts_epochs
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self.state.fit_callbacks.attach()
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.session.train_begins()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.session.epoch_begins(epoch, self.model, (self.params or {}).get("epochs"))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.session.batch_ends(batch)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.session.epoch_ends(epoch)
 
 
 class UpdateBatchStateCallback(_StateCallback):
@@ -102,19 +96,19 @@ class CommitStateCallback(_StateCallback):
         self._epoch_ended = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        super().on_train_begin(logs)
         self.session.marks = True
         VariableComparison.broadcast_follows = self.state._root_unbuilt
         self._since_commit = 0
         self._epoch_ended = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._commit_epoch()
+        if self._epoch_ended:
+            self._epoch_ended = False
+            self._commit()
         if self.session.batches:
             self.state.leave_if_updated()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
         self.state.fit_callbacks.after_batch = self._mark
 
     def _mark(self) -> None:
@@ -128,23 +122,13 @@ class CommitStateCallback(_StateCallback):
             self.state.mark_here()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        super().on_epoch_end(epoch, logs)
         # the commit comes later: if another callback fails in a collective, the end of this epoch has to be repeated
         self._epoch_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._epoch_ended:
             self._epoch_ended = False
-            self.state.fit_callbacks.after_training = self._commit_end
-
-    def _commit_end(self) -> None:
-        with self.session.end_undone():
-            self._commit()
-
-    def _commit_epoch(self) -> None:
-        if self._epoch_ended:
-            self._epoch_ended = False
-            self._commit()
+            self.state.fit_callbacks.after_training = partial(self.session.commit_before_end, self._commit)
 
     def _commit(self) -> None:
         self._since_commit = 0
@@ -213,23 +197,23 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        for name in ("batch", "epoch"):
-            if name not in state.__dict__:
-                raise UsageError(
-                    f"ElasticDataset resumes at state.{name}, which the state does not have; create it with "
-                    f"KerasState(model, {name}=0, ...)"
-                )
+        self.state = state
+        _check_counts(self, "resumes at", batch=True, epoch=True)
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1; got {batch_size}")
         if y is None and sample_weight is not None:
             raise UsageError("ElasticDataset got a sample_weight without y; Keras weighs the losses of targets only")
+
+        def as_array(values: Any) -> npt.NDArray[Any]:
+            array = np.asarray(values)
+            return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = keras.tree.map_structure(_as_array, parts)
+        self._arrays = keras.tree.lists_to_tuples(keras.tree.map_structure(as_array, parts))  # tf.data stacks lists
         lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or 0 in lengths:
             raise UsageError(f"all arrays must have the same non-zero length; got lengths {sorted(lengths)}")
         self.rows = lengths.pop()
-        self.state = state
         self.shuffle = shuffle
         self.seed = seed
         self.batch_rows = batch_size
@@ -238,19 +222,16 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._weighted = self._arrays
         """The arrays with the class weights of the present `fit`."""
         self._mine: list[Indices] = []
-        self._batches: TensorFlowBatches | None = None
+        self._in_tensorflow: Any = None
+        """The `tf.data.Dataset` of the batches in `_mine`; made once, which takes longer than entering `fit`."""
         self._trained_next()
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def rows_left(self) -> list[Indices]:
-        """Return this member's rows of each remaining batch of the state's epoch."""
-        return self._dealt(self.state.epoch, range(min(self.state.batch, self.num_batches), self.num_batches))
-
     def _trained_next(self) -> None:
         """Make this the dataset whose rows the state's next steps train."""
-        session = session_of(self.state)
+        session = self.state._steps.fit
         session.batches_in_advance = self._in_advance
         session.global_batch = self.batch_rows
 
@@ -261,67 +242,85 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def _in_advance(self, count: int) -> Any:
         """Return an iterator over the first batches of the training data, to trace a step with or to run it."""
-        batches = self._in_tensorflow()
-        batches.set_rows(self._dealt(0, range(count)))
-        return iter(batches)
+        self._mine = self._dealt(0, range(count))
+        return iter(self._dataset())
 
-    def _in_tensorflow(self) -> TensorFlowBatches:
-        if self._batches is None:
-            self._batches = TensorFlowBatches(self._weighted)
-        return self._batches
+    def _dataset(self) -> Any:
+        import tensorflow as tf
+
+        if self._in_tensorflow is None:
+
+            def spec_of(array: npt.NDArray[Any]) -> Any:
+                return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
+
+            specs = keras.tree.map_structure(spec_of, self._weighted)
+            batches = tf.data.Dataset.from_generator(self.get_numpy_iterator, output_signature=specs)
+            # Autotuning has a thread that sleeps 10 ms, then 20 ms, and so on up to a minute. An iterator that is given
+            # up waits for the end of that sleep. The thread may also read ahead in a world that is over.
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            self._in_tensorflow = batches.prefetch(2).with_options(options)
+        return self._in_tensorflow
 
     def _weigh(self, class_weight: Mapping[int, float] | None) -> None:
         if class_weight != self._class_weight:
             self._weighted = _with_class_weight(self._arrays, class_weight) if class_weight else self._arrays
             self._class_weight = dict(class_weight) if class_weight else None
-            self._batches = None
+            self._in_tensorflow = None
 
     # --- called by Keras ------------------------------------------------------------------------
 
     def on_epoch_begin(self) -> None:
         self._trained_next()
-        self._mine = self.rows_left()
-        session_of(self.state).nothing_left = not self._mine
+        left = range(min(self.state.batch, self.num_batches), self.num_batches)
+        self._mine = self._dealt(self.state.epoch, left)
+        self.state._steps.fit.nothing_left = not self._mine
         # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that
         # counts them
         counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
         if counting is not None:
-            _check_steps(counting.steps_per_epoch, self.num_batches)
+            steps = counting.steps_per_epoch
+            if steps not in (None, self.num_batches):
+                raise UsageError(
+                    f"steps_per_epoch={steps} (of model.fit, or of KERAS_MAX_STEPS_PER_EPOCH), but an epoch of this "
+                    f"ElasticDataset has {self.num_batches} batches, and ends with the last of them. Leave it out; for "
+                    "shorter epochs, give the dataset fewer rows"
+                )
             counting.steps_per_epoch = None  # or Keras counts that many in a resumed epoch, which has fewer
-        if self._batches is not None:
-            self._batches.set_rows(self._mine)
-        if counting is not None:
             counting._num_batches = len(self._mine)
             if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
         self._weigh(_check_arguments(self))
-        return self._in_tensorflow()
+        return self._dataset()
 
     def get_torch_dataloader(self) -> Any:
+        import torch
+
         self._weigh(_check_arguments(self))
-        return _TorchBatches(self)
+        return (keras.tree.map_structure(torch.from_numpy, batch) for batch in self.get_numpy_iterator())
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         for rows in self._mine:
             yield keras.tree.map_structure(lambda array, rows=rows: array[rows], self._weighted)
 
 
-class _TorchBatches:
-    def __init__(self, dataset: ElasticDataset) -> None:
-        self._dataset = dataset
+def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> list[Indices]:
+    """Return the rows that a member takes of the batches with the numbers `left`, at least one of each.
 
-    def __iter__(self) -> Iterator[Any]:
-        import torch
-
-        for batch in self._dataset.get_numpy_iterator():
-            yield keras.tree.map_structure(torch.from_numpy, batch)
-
-
-def _as_array(values: Any) -> npt.NDArray[Any]:
-    array = np.asarray(values)
-    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+    The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
+    rows of a part in turns. If a part has fewer rows than there are members, two members take the same row.
+    """
+    numbers = np.arange(left.start, max(left.start, left.stop), dtype=np.int64)
+    starts, stops = numbers * order.rows // batches, (numbers + 1) * order.rows // batches
+    counts = np.maximum(-(-(stops - starts - rank) // size), 1)
+    firsts = starts + np.where(stops - starts > rank, rank, rank % np.maximum(stops - starts, 1))
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    # all at once: the order of a thousand rows costs little more than that of ten
+    within = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1], counts)
+    rows = order[np.repeat(firsts, counts) + size * within]
+    return [rows[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 # --- the arguments of `model.fit` beside an ElasticDataset, which Keras does not pass on to it ---------
@@ -365,16 +364,6 @@ def _check_arguments(dataset: Any) -> Mapping[int, float] | None:
         )
     weights: Mapping[int, float] | None = given.get("class_weight")
     return weights or None
-
-
-def _check_steps(steps: int | None, batches: int) -> None:
-    """Raise UsageError if the `steps_per_epoch` of Keras is another number than the dataset's batches of an epoch."""
-    if steps not in (None, batches):
-        raise UsageError(
-            f"steps_per_epoch={steps} (of model.fit, or of KERAS_MAX_STEPS_PER_EPOCH), but an epoch of this "
-            f"ElasticDataset has {batches} batches, and ends with the last of them. Leave it out; for shorter epochs, "
-            "give the dataset fewer rows"
-        )
 
 
 def _with_class_weight(parts: tuple[Any, ...], class_weight: Mapping[int, float]) -> tuple[Any, ...]:

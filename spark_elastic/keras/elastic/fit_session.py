@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,14 +20,8 @@ import keras
 from spark_elastic.elastic.call_stack import calling_method, calling_object
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
-from spark_elastic.keras.callback_state import (
-    FitResumePoint,
-    plain_values,
-    put_values,
-    refuse,
-    same,
-    set_resume_point,
-)
+from spark_elastic.keras.callback_state import plain_values, put_values, refuse, same
+from spark_elastic.keras.callbacks import LearningRateScheduleCallback
 from spark_elastic.keras.elastic.handlers import learning_rate_of
 
 log = logging.getLogger("spark_elastic.keras")
@@ -87,23 +80,21 @@ class _WatchedCallback:
 
 
 class FitCallbacks:
-    """A value of a `KerasState`, of which `epoch` returns the epoch: the values of the callbacks of `fit`."""
+    """A value of a `KerasState`: the values of the callbacks of `fit`."""
 
-    def __init__(self, epoch: Callable[[], int | None]) -> None:
-        self.detached: Callable[[], None] = lambda: None
-        """A function to call when a `fit` with callbacks of this package has ended."""
+    session: FitSession
+    """That of the state, which sets it."""
+
+    def __init__(self) -> None:
         self.after_batch: Callable[[], None] | None = None
         """A function to call when the end of the present batch has reached all callbacks."""
         self.after_training: Callable[[], None] | None = None
         """A function to call when the end of the training has reached all callbacks."""
-        self.set_progress: Callable[[Mapping[str, int]], None] = lambda progress: None
-        """A function that sets what the state counts."""
-        self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _WatchedCallback] = {}
         self._changing: dict[str, set[str]] = {}
         """By callback, the names of the values that it has changed since its training began."""
-        self._kept = Snapshot()
+        self.kept = Snapshot()
         """The values from which the next `fit` resumes; while one runs, those from which it has resumed."""
         self._begun = False
         """The call of `fit` that runs has begun an epoch."""
@@ -115,7 +106,7 @@ class FitCallbacks:
     # --- called by a state ------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
-        return self._snapshot() if self._begun else self._kept
+        return self._snapshot() if self._begun else self.kept
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
         """Make the next `fit`, or the one that runs, resume from these values."""
@@ -127,7 +118,7 @@ class FitCallbacks:
                     kept.setdefault(key, {}).setdefault(name, watched.at_begin[name])
         for key, values in kept.items():
             self._changing.setdefault(key, set()).update(values)
-        self._kept = snapshot._replace(values=kept)
+        self.kept = snapshot._replace(values=kept)
         self._epoch_begin = snapshot.epoch_begin
         if self._begun:
             self._put()
@@ -137,18 +128,9 @@ class FitCallbacks:
     def left(self) -> None:
         """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
         if self._begun:
-            self._kept = self._snapshot()
+            self.kept = self._snapshot()
         self._begun = False
-        self._resuming = self._kept.begun
-
-    @contextmanager
-    def again(self, progress_after: Mapping[str, int]) -> Iterator[None]:
-        """In this context, copies of the state are of a `fit` that is called again after a loss, and ends at once."""
-        plain, self._kept = self._kept, self._kept._replace(progress_after=progress_after)
-        try:
-            yield
-        finally:
-            self._kept = plain
+        self._resuming = self.kept.begun
 
     def over(self) -> None:
         """Handle the end of the loop: the next `fit` starts anew."""
@@ -170,12 +152,15 @@ class FitCallbacks:
             "on_train_end": self._train_ends,
             "on_epoch_begin": self._epoch_begins,
             "on_train_batch_end": self._batch_ends,
-            **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
+            "on_epoch_end": self._epoch_ends,
+            "on_test_begin": self._event,
+            "on_test_end": self._event,
         }
         for name, function in around.items():
             setattr(callbacks, name, partial(function, callbacks, getattr(callbacks, name)))
 
     def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
+        self.session.train_begins()
         self._begun = False
         self._watched = {}
         for callback in callbacks.callbacks:
@@ -183,23 +168,29 @@ class FitCallbacks:
                 callback.append = True  # keep the rows written before
         plain(*args, **logs)
         self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
-        kept = self._kept
-        stopped = kept.stopped_at is not None and kept.stopped_at == self._epoch()
-        if self._resuming and (stopped or (kept.progress_after is not None and _has_epochs())):
+        kept = self.kept
+        stopped = kept.stopped_at is not None and kept.stopped_at == self.session.epoch
+        _, given = calling_method(lambda owner: isinstance(owner, keras.Model), ("fit",), within=_ABOVE)
+        has_epochs = not given or given["initial_epoch"] < given["epochs"]
+        if self._resuming and (stopped or (kept.progress_after is not None and has_epochs)):
             self._put()
             callbacks.model._initial_epoch = sys.maxsize  # this call has ended before: no epoch is left
 
-    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], number: int, *args: Any, **logs: Any) -> None:
+        resumed = self.session.epoch_begins(number, (callbacks.params or {}).get("epochs"))
         if not self._begun:
             self._begun = True
-            if self._resuming and not self._kept.ended:
+            if self._resuming and not self.kept.ended:
                 self._put()
             else:
-                self._kept, self._changing, self._epoch_begin = Snapshot(), {}, None
+                self.kept, self._changing, self._epoch_begin = Snapshot(), {}, None
             self._resuming = False
-        epoch, rate = self._epoch(), learning_rate_of(getattr(callbacks.model, "optimizer", None))
+        for callback in callbacks.callbacks:
+            if isinstance(callback, LearningRateScheduleCallback):
+                callback.resumed = resumed
+        epoch, rate = self.session.epoch, learning_rate_of(getattr(callbacks.model, "optimizer", None))
         if epoch is None or rate is None:
-            self._event(callbacks, plain, *args, **logs)
+            self._event(callbacks, plain, number, *args, **logs)
             return
         # An epoch that is entered again begins with the rate it has begun with, or a callback that multiplies the rate
         # would do so once more. If it then has the same rate as before, changes within the epoch are kept.
@@ -207,13 +198,18 @@ class FitCallbacks:
         again = earlier is not None and earlier.epoch == epoch
         begin = EpochBegin(epoch, earlier.before if earlier is not None and again else now, 0.0)
         rate.assign(begin.before)
-        self._event(callbacks, plain, *args, **logs)
+        self._event(callbacks, plain, number, *args, **logs)
         self._epoch_begin = begin._replace(after=float(rate.numpy()))
         if again and self._epoch_begin == earlier:
             rate.assign(now)
 
-    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any, **logs: Any) -> None:
-        plain(*args, **logs)
+    def _epoch_ends(self, callbacks: Any, plain: Callable[..., Any], number: int, *args: Any, **logs: Any) -> None:
+        self._event(callbacks, plain, number, *args, **logs)
+        self.session.epoch_ends(number)  # last: if a callback fails in a collective, the end of the epoch is repeated
+
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], number: int, *args: Any, **logs: Any) -> None:
+        self.session.batch_ends(number)
+        plain(number, *args, **logs)
         then, self.after_batch = self.after_batch, None
         if then is not None:
             then()
@@ -228,20 +224,20 @@ class FitCallbacks:
         progress = None
         if callbacks.model._initial_epoch == sys.maxsize:
             callbacks.model._initial_epoch = None
-            progress = self._kept.progress_after
+            progress = self.kept.progress_after
         self._event(callbacks, plain, *args, **logs)
         if self._begun:
-            self._kept = Snapshot(True, True, self._epoch() if stopped else None, self._values())
-        elif self._resuming and self._kept.ended:
+            self.kept = Snapshot(True, True, self.session.epoch if stopped else None, self._values())
+        elif self._resuming and self.kept.ended:
             self._put()  # the History, for one, of a call that was complete
         self._begun = False
         if progress is not None:
-            self._kept = self._kept._replace(progress_after=None)
-            self.set_progress(progress)
+            self.kept = self.kept._replace(progress_after=None)
+            self.session.set_progress(progress)
         then, self.after_training = self.after_training, None
         if then is not None:
             then()
-        self.detached()
+        self.session.fit_ends()
 
     # --- values -------------------------------------------------------------------------------------
 
@@ -250,29 +246,20 @@ class FitCallbacks:
 
     def _values(self) -> dict[str, Values]:
         """Return copies of the values that each callback has changed."""
-        found = {}
+        found, missing = {}, object()
         for key, watched in self._watched.items():
             if watched.copied is None or watched.acts_on_batches or watched.copied[0] != self._events:
-                watched.copied = self._events, self._changed(key, watched)
+                values, first = plain_values(watched.callback), watched.at_begin
+                changing = self._changing.setdefault(key, set())
+                changing |= {name for name, value in values.items() if not same(value, first.get(name, missing))}
+                watched.copied = self._events, {name: values[name] for name in changing if name in values}
             found[key] = watched.copied[1]
         return found
 
-    def _changed(self, key: str, watched: _WatchedCallback) -> Values:
-        values, missing = plain_values(watched.callback), object()
-        changing = self._changing.setdefault(key, set())
-        changing |= {name for name, value in values.items() if not same(value, watched.at_begin.get(name, missing))}
-        return {name: values[name] for name in changing if name in values}
-
     def _put(self) -> None:
         for key, watched in self._watched.items():
-            put_values(watched.callback, self._kept.values.get(key, {}))
+            put_values(watched.callback, self.kept.values.get(key, {}))
             watched.copied = None
-
-
-def _has_epochs() -> bool:
-    """Return False if the `fit` that is running was called with no epoch to train."""
-    _, given = calling_method(lambda owner: isinstance(owner, keras.Model), ("fit",), within=_ABOVE)
-    return not given or given["initial_epoch"] < given["epochs"]
 
 
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -292,7 +279,7 @@ class FitSession:
     """Keeps `state.batch` and `state.epoch` for all callbacks of a state together.
 
     Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
-    leave out; the state goes on counting. If several callbacks report the same batch or epoch, it is counted once.
+    leave out; the state goes on counting.
     """
 
     def __init__(self, state: Any) -> None:
@@ -309,11 +296,17 @@ class FitSession:
         self._state = state
         self._planned: int | None = None
         """The state's epoch at which the `fit` that runs, or that was left by an error, ends; None if it has ended."""
-        self._running: tuple[Any, list[Any], list[Any]] | None = None
-        """When the loop was last left: the epoch, the variables of the model's metrics, and their values."""
+        self._running: tuple[int | None, backend.Copies] | None = None
+        """When the loop was last left: the epoch, and the values of the model's metrics."""
         self.train_begins()
 
-    # --- called by callbacks --------------------------------------------------------------------
+    @property
+    def epoch(self) -> int | None:
+        """The state's epoch, if it counts epochs."""
+        number: int | None = self._state.__dict__.get("epoch")
+        return number
+
+    # --- called in `fit` ------------------------------------------------------------------------
 
     def train_begins(self) -> None:
         self.batches = 0
@@ -321,62 +314,54 @@ class FitSession:
         self._offset: int | None = None
         """The state's number of an epoch minus that of Keras; None before the first epoch of this call."""
         self._batches_before = 0
-        self._ended: int | None = None
         self._before_end: dict[str, int] = {}
         """What the state has counted before the end of the epoch that has ended last."""
-        self._last: int | None = None
 
-    def epoch_begins(self, epoch: int, model: Any, epochs: int | None = None) -> None:
-        """Handle the beginning of the epoch to which Keras gives this number; `epochs` is the argument of `fit`."""
+    def epoch_begins(self, epoch: int, epochs: int | None) -> tuple[int, int]:
+        """Handle the beginning of the epoch to which Keras gives this number; `epochs` is the argument of `fit`.
+
+        Returns the epochs done that Keras does not count, and the batches done of this epoch.
+        """
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             if self.counts_epochs and epochs is not None:
-                self._plan(epochs + self._offset)
+                end = epochs + self._offset
+                if self._planned is not None and end > self._planned:
+                    log.warning(
+                        "model.fit was entered again and now trains until epoch %d; before, it was until epoch %d. "
+                        "Keras counts epochs anew in each call: give fit initial_epoch=state.epoch, or "
+                        "epochs=n - state.epoch",
+                        end,
+                        self._planned,
+                    )
+                self._planned = end
             self._batches_before = self._state.batch if self.counts_batches else 0
             self._put_running_metrics_back()
-        elif self._ended is not None:
-            self._batches_before = 0
-        self._ended = self._last = None
-        set_resume_point(model, FitResumePoint(self._offset, self._batches_before))
-
-    def _plan(self, end: int) -> None:
-        """Note the state's epoch at which this `fit` ends; warn if it is later than before `fit` was left."""
-        if self._planned is not None and end > self._planned:
-            log.warning(
-                "model.fit was entered again and now trains until epoch %d; before, it was until epoch %d. Keras "
-                "counts epochs anew in each call: give fit initial_epoch=state.epoch, or epochs=n - state.epoch",
-                end,
-                self._planned,
-            )
-        self._planned = end
+        return self._offset, self._batches_before
 
     def batch_ends(self, batch: int) -> None:
-        if self._last == batch:
-            return
-        self._last = batch
         if self.counts_batches:
             self._state.batch = self._batches_before + batch + 1
         self.batches += 1
 
     def epoch_ends(self, epoch: int) -> None:
-        if self._ended == epoch:
-            return
-        self._ended = epoch
+        self._batches_before = 0
         self._before_end = self._progress()
         if self.counts_epochs:
             self._state.epoch = epoch + (self._offset or 0) + 1
         if self.counts_batches:
             self._state.batch = 0
 
-    @contextmanager
-    def end_undone(self) -> Iterator[None]:
-        """In this context, the state counts as before the end of the epoch that has ended last."""
-        after = self._progress()
+    def commit_before_end(self, commit: Callable[[], None]) -> None:
+        """Commit the state as it was before the end of the last epoch: after a loss, `fit` is called again and ends."""
+        memory, after = self._state.fit_callbacks, self._progress()
+        kept = memory.kept
         self.set_progress(self._before_end)
+        memory.kept = kept._replace(progress_after=after)
         try:
-            with self._state.fit_callbacks.again(after):
-                yield
+            commit()
         finally:
+            memory.kept = kept
             self.set_progress(after)
 
     def set_progress(self, progress: Mapping[str, int]) -> None:
@@ -397,24 +382,15 @@ class FitSession:
     def keep_running_metrics(self) -> None:
         """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         self.marks = False
-        counting = self._metrics_variables()
-        self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
+        self._running = self.epoch, backend.Copies(self._metrics_variables())
 
     def _put_running_metrics_back(self) -> None:
         """Restore the metrics of the epoch that was left, so that they are those of all its batches."""
         running, self._running = self._running, None
-        state = self._state.__dict__
-        if running is None or running[0] != state.get("epoch") or not state.get("batch"):
+        if running is None or running[0] != self.epoch or not self._state.__dict__.get("batch"):
             return
-        _, counting, copies = running
-        if [id(variable) for variable in counting] == [id(variable) for variable in self._metrics_variables()]:
-            backend.restore_values(counting, copies)
+        if list(map(id, running[1].variables)) == list(map(id, self._metrics_variables())):
+            running[1].restore()
 
     def _metrics_variables(self) -> list[Any]:
         return list(getattr(self._state.__dict__.get("model"), "metrics_variables", ()))
-
-
-def session_of(state: Any) -> FitSession:
-    """Return the session of a `KerasState` or `TensorFlowState`."""
-    session: FitSession = state._steps.fit
-    return session

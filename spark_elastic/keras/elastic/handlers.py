@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,6 +16,8 @@ from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
 from spark_elastic.keras.backend import Description, Variable
 from spark_elastic.keras.optimizer import reduces
+from spark_elastic.torch.elastic.handlers import SamplerStateHandler
+from spark_elastic.torch.elastic.sampler import ElasticSampler
 
 
 class VariablesHandler(StateHandler):
@@ -33,9 +36,8 @@ class VariablesHandler(StateHandler):
         super().__init__(value)
         self._what = what
         self._variables_of = variables_of
-        self._saved: list[backend.Copy] = []
-        self._saved_of: list[Variable] = []
-        """The saved variables. A value that is built later gets others, before and between these as well."""
+        self._saved = backend.Copies()
+        """Also of the variables, because a value that is built later gets others, before and between these as well."""
         self._saved_whole = False
         """True if the value was built when it was saved."""
 
@@ -45,13 +47,16 @@ class VariablesHandler(StateHandler):
 
     def built(self) -> bool:
         """Return True if the value has all its variables."""
-        return True
+        return bool(getattr(self.value, "built", True))
 
     # --- sent to other members ---------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        described = [backend.describe(variable) for variable in self.variables()]
-        return [TensorSpec(each, (backend.bytes_of(each),), torch.uint8, True) for each in described]
+        layout = []
+        for each in map(backend.describe, self.variables()):
+            size = math.prod(each.shape) * backend.numpy_type(each.dtype).itemsize
+            layout.append(TensorSpec(each, (size,), torch.uint8, True))
+        return layout
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
         return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
@@ -60,10 +65,6 @@ class VariablesHandler(StateHandler):
         return [backend.to_wire(variable) for variable in self.variables()[: len(layout)]]
 
     def prepare(self, layout: Layout, metadata: Any) -> None:
-        self.check(layout)
-
-    def check(self, layout: Layout) -> None:
-        """Raise UsageError if the variables here differ from those of another member in number, shape or type."""
         theirs = [Description(*piece.key) for piece in layout]
         mine = [backend.describe(variable) for variable in self.variables()]
         for other, own in zip(theirs, itertools.chain(mine, itertools.repeat(None)), strict=False):
@@ -83,25 +84,17 @@ class VariablesHandler(StateHandler):
     def save(self) -> None:
         """Copy all variables at once; TensorFlow copies the memory of a variable when it is changed next."""
         self._light = self.light()
-        self._saved_of = self.variables()
-        self._saved = backend.copy_values(self._saved_of)
+        self._saved = backend.Copies(self.variables())
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
         """Save also the variables that were created since the last save, if the value has been built since then."""
-        if self._saved_whole or not self.built():
-            return
-        saved = set(map(id, self._saved_of))
-        new = [variable for variable in self.variables() if id(variable) not in saved]
-        self._saved_whole = True
-        if not all(map(backend.has_value, new)):
-            return
-        with backend.outside_of_graphs():
-            self._saved = self._saved + backend.copy_values(new)
-        self._saved_of = self._saved_of + new
+        if not self._saved_whole and self.built():
+            self._saved.add(self.variables())
+            self._saved_whole = True
 
     def restore(self) -> None:
-        backend.restore_values(self._saved_of, self._saved)
+        self._saved.restore()
         self.set_light(self._light)
 
 
@@ -110,10 +103,7 @@ class ModelHandler(VariablesHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value, "the model")
-        self._metrics: tuple[list[Variable], list[backend.Copy]] = ([], [])
-
-    def built(self) -> bool:
-        return bool(self.value.built)
+        self._metrics = backend.Copies()
 
     def awaits_build(self) -> bool:
         return not self.built()
@@ -128,19 +118,11 @@ class ModelHandler(VariablesHandler):
 
     def save(self) -> None:
         super().save()
-        counting = list(self.value.metrics_variables)
-        self._metrics = counting, backend.copy_values(counting)
+        self._metrics = backend.Copies(self.value.metrics_variables)
 
     def restore(self) -> None:
         super().restore()
-        backend.restore_values(*self._metrics)
-
-    def step_variables(self) -> list[Variable]:
-        """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""
-        # without a frozen layer's weights: they may be large, and nothing changes them
-        trained = set(map(id, self.trained()))
-        own = [variable for variable in self.value.variables if id(variable) not in trained]
-        return own + list(self.value.metrics_variables)
+        self._metrics.restore()
 
     def trained(self) -> list[Variable]:
         """Return the variables that layers have for training, also those of frozen layers."""
@@ -156,9 +138,6 @@ class OptimizerHandler(VariablesHandler):
     def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(value, "the optimizer")
         self._models = models
-
-    def built(self) -> bool:
-        return bool(self.value.built)
 
     def steps_applied(self) -> Any:
         """Return the number of steps that the optimizer has applied; in a graph, a tensor."""
@@ -208,15 +187,6 @@ def learning_rate_of(optimizer: Any) -> Any:
     return rate if isinstance(rate, keras.Variable) else None
 
 
-class KerasStateDictHandler(StateDictHandler):
-    """The handler of an object with `state_dict` and `load_state_dict`; calls its `reset`, if any, in a new world."""
-
-    def reset(self) -> None:
-        reset = getattr(self.value, "reset", None)
-        if callable(reset):
-            reset()
-
-
 class VariableList(list[Variable]):
     """A value of a state that consists of variables in a fixed order."""
 
@@ -237,4 +207,6 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):
         return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
-    return KerasStateDictHandler(value) if isinstance(value, HasStateDict) else None
+    if isinstance(value, ElasticSampler):
+        return SamplerStateHandler(value)
+    return StateDictHandler(value) if isinstance(value, HasStateDict) else None

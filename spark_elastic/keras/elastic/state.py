@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from spark_elastic.collective.replicas import by_unique_name
-from spark_elastic.elastic.handlers import Handlers, StateHandler
+from spark_elastic.elastic.handlers import Handlers
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import HorovodInternalError
@@ -49,17 +48,13 @@ class KerasState(ElasticState):
     """The values of the callbacks of `fit`."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        def choose_handler(value: Any) -> StateHandler | None:
-            return handler_for(value, models)
-
         def models() -> dict[str, Any]:
             return {name: handler.value for name, handler in self._handlers.of_type(ModelHandler).items()}
 
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
-        memory = FitCallbacks(lambda: self.__dict__.get("epoch"))
-        own = {"model": model, "optimizer": optimizer, "fit_callbacks": memory}
-        super().__init__(choose_handler, KerasSteps, {**own, **kwargs})
+        own = {"model": model, "optimizer": optimizer, "fit_callbacks": FitCallbacks()}
+        super().__init__(partial(handler_for, models=models), KerasSteps, {**own, **kwargs})
 
     # --- called by the loop ---------------------------------------------------------------------
 
@@ -98,10 +93,9 @@ class KerasSteps(OptimizerSteps):
         self.snapshots = SnapshottedSteps(handlers, self.fit, self._built)
         self._polled: dict[str, int] = {}
         """The step count of each optimizer when it was last read."""
-        self._copies: tuple[list[Any], list[Any]] | None = None
-        """The variables that nothing trains, and their values at the mark; None in `fit`, whose steps copy them."""
-        self._state.fit_callbacks.detached = self.fit.fit_ends
-        self._state.fit_callbacks.set_progress = self.fit.set_progress
+        self._copies: backend.Copies | None = None
+        """The values at the mark of the variables that nothing trains; None in `fit`, whose steps copy them."""
+        self._state.fit_callbacks.session = self.fit
         self._outside: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """The step counts at the last mark of the optimizers that reduce gradients outside of the state."""
         self.marked = False
@@ -116,7 +110,7 @@ class KerasSteps(OptimizerSteps):
     def count(self, replaced: bool = False) -> None:
         self._adopt_optimizer()
         if replaced:
-            self.snapshots.snapshot.discard()
+            self.snapshots.discard()
             self._copies = None
         elif self._counter.version is None or self._counter.alone:
             return
@@ -178,9 +172,17 @@ class KerasSteps(OptimizerSteps):
         outside = [each for each in list(distributed) if reduces(each) and id(each._steps) not in kept]
         if not outside:
             return []
-        handlers = [h for h in self._handlers.of_type(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
-        listed = {id(backend.native(variable)) for handler in handlers for variable in handler.variables()}
+        listed = {id(backend.native(variable)) for variable in self._variables()}
         return [each for each in outside if not listed.issuperset(id(backend.native(v)) for v in each.variables)]
+
+    def _variables(self) -> list[Any]:
+        """Return the variables of all values but optimizers."""
+        handlers = self._handlers.of_type(VariablesHandler).values()
+        return [v for each in handlers if not isinstance(each, OptimizerHandler) for v in each.variables()]
+
+    def _trained_by_optimizers(self) -> dict[int, Any]:
+        optimizers = [handler.value for handler in self._handlers.of_type(OptimizerHandler).values()]
+        return {id(backend.native(v)): v for each in optimizers for v in getattr(each, "_trainable_variables", ())}
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """Return the values of the variables that models train, and of those that optimizers of the state train."""
@@ -189,8 +191,7 @@ class KerasSteps(OptimizerSteps):
             for handler in self._handlers.of_type(ModelHandler).values()
             for variable in handler.trained()
         }
-        for handler in self._handlers.of_type(OptimizerHandler).values():
-            trained |= {id(backend.native(v)): v for v in getattr(handler.value, "_trainable_variables", ())}
+        trained |= self._trained_by_optimizers()
         return by_unique_name((backend.describe(each).path, backend.to_wire(each)) for each in trained.values())
 
     def passes_begun(self) -> int:
@@ -200,27 +201,25 @@ class KerasSteps(OptimizerSteps):
         if self._counter.in_loop and not self.snapshots.wrapped:
             self.snapshots.wrap()
         self._outside = WeakKeyDictionary({each: int(each.steps_applied()) for each in self._outsiders()})
-        if self.fit.marks:
-            self._copies = None
-        else:
-            variables = self.snapshots.untrained()
-            self._copies = variables, backend.copy_values(variables)
+        self._copies = None if self.fit.marks else backend.Copies(self.snapshots.untrained())
 
     def undo(self, plain: dict[str, Any]) -> str:
         self.count()
         self.drop_passes()
         changed = super().undo(plain)
-        if self.fit.marks and self.snapshots.snapshot.restore():
+        if self.fit.marks and self.snapshots.restore():
             changed = ""
             if self.fit.counts_batches and "batch" in plain:  # several steps of one execution may have been applied
                 passes = max((steps.passes for steps in self.snapshots.reducing()), default=1)
                 plain["batch"] += max(self._counter.steps.values()) * passes
-        if not changed and (unobserved := self._unobserved()):
-            return f"no optimizer in the state trains {unobserved[0]}, which may have changed"
+        trained = self._trained_by_optimizers()
+        unobserved = [v for v in self._variables() if v.trainable and id(backend.native(v)) not in trained]
+        if not changed and unobserved:
+            return f"no optimizer in the state trains {backend.describe(unobserved[0]).path}, which may have changed"
         if not changed and not self.fit.marks:
             if self._copies is None:
                 return "model.fit has ended since the last mark"
-            backend.restore_values(*self._copies)
+            self._copies.restore()
         return changed
 
     def drop_passes(self) -> None:
@@ -233,22 +232,10 @@ class KerasSteps(OptimizerSteps):
         for handler in self._handlers.of_type(VariablesHandler).values():
             handler.save_new()
         if self._copies is not None:
-            variables, copies = self._copies
-            known = set(map(id, variables))
-            new = [each for each in self.snapshots.untrained() if id(each) not in known and backend.has_value(each)]
-            with backend.outside_of_graphs():
-                self._copies = variables + new, copies + backend.copy_values(new)
+            self._copies.add(self.snapshots.untrained())
 
     def _accumulating(self) -> list[Any]:
         return [steps for steps in self.snapshots.reducing() if steps.passes > 1]
-
-    def _unobserved(self) -> list[str]:
-        """Return the paths of trainable variables that no optimizer in the state trains."""
-        optimizers = [handler.value for handler in self._handlers.of_type(OptimizerHandler).values()]
-        trained = {id(backend.native(v)) for each in optimizers for v in getattr(each, "_trainable_variables", ())}
-        others = [h for h in self._handlers.of_type(VariablesHandler).values() if not isinstance(h, OptimizerHandler)]
-        variables = [v for handler in others for v in handler.variables() if v.trainable]
-        return [backend.describe(v).path for v in variables if id(backend.native(v)) not in trained]
 
     # --- a newcomer -----------------------------------------------------------------------------
 
@@ -258,46 +245,26 @@ class KerasSteps(OptimizerSteps):
         A graph's first run creates kernels and threads, which takes longer than the steps that follow.
         """
         model = self._state.__dict__.get("model")
-        session = self.fit
-        if BACKEND != "tensorflow" or session.batches_in_advance is None:
+        in_advance = self.fit.batches_in_advance
+        if BACKEND != "tensorflow" or in_advance is None:
             return
         if getattr(model, "optimizer", None) is None or model.run_eagerly:
             return
+        self._state.save()
         self.snapshots.wrap()
         try:
             model.make_train_function()
             if model.built and model.optimizer.built:
-                with self._state._frontend.alone(), self._values_kept(model):
-                    model.train_function(session.batches_in_advance(1))
+                with self._state._frontend.alone():
+                    model.train_function(in_advance(1))
             else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
                 import tensorflow as tf
 
                 with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                    model.train_function(session.batches_in_advance(0))  # traces it
+                    model.train_function(in_advance(0))  # traces it
         except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
             log.info("the train step could not be run before joining: %s", error)
             model.train_function = None
-
-    @contextmanager
-    def _values_kept(self, model: Any) -> Iterator[None]:
-        """Put the variables of the state back, which a step in this context changes, and the model's metrics."""
-        handlers = self._handlers.of_type(VariablesHandler).values()
-        found = [each for handler in handlers for each in handler.variables()]
-        # a model that was compiled after the state was made has an optimizer that the state does not know yet
-        found += [*model.variables, *model.optimizer.variables]
-        variables = list({id(each): each for each in found}.values())
-        copies = backend.copy_values(variables)
-        reducing = self.snapshots.reducing()
-        if reduces(model.optimizer) and model.optimizer._steps not in reducing:
-            reducing.append(model.optimizer._steps)
-        applied = [(steps, int(steps.applied())) for steps in reducing]
-        try:
-            yield
         finally:
-            backend.restore_values(variables, copies)
-            for steps, count in applied:
-                steps.drop()
-                steps.set_applied(count)
-            for metric in model.metrics:  # the first step may have made some of their variables
-                metric.reset_state()
-            self.snapshots.snapshot.discard()
+            self.drop_passes()
+            self._state.restore()

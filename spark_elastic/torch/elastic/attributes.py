@@ -16,18 +16,9 @@ from spark_elastic.errors import UsageError
 
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of all modules."""
-OF_OPTIMIZERS = frozenset(
-    [
-        *("defaults", "state", "param_groups", "step", "_inner", "_reducer"),
-        *("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
-        *(
-            f"_optimizer_{of}_{when}_hooks"
-            for of in ("step", "state_dict", "load_state_dict")
-            for when in ("pre", "post")
-        ),
-    ]
-)
-"""Attributes of all optimizers, and of a `DistributedOptimizer`."""
+_plain = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
+OF_OPTIMIZERS = frozenset(vars(_plain)) | {"step", "_opt_called", "_inner", "_reducer"}
+"""Attributes of all optimizers, of those with a scheduler, and of a `DistributedOptimizer`."""
 
 _MISSING = object()
 _COLLECTIONS = frozenset({list, tuple, set, deque})
@@ -38,10 +29,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 class ChangedAttributes:
     """The plain attributes of some objects that differ from what they were when the state was made.
 
-    Attributes that never change, such as a rank or a size, stay as they are on each worker.
-
-    Args:
-        ignored: Names of attributes that are left out.
+    Attributes that never change, such as a rank or a size, and those in `ignored` stay as they are on each worker.
     """
 
     def __init__(self, ignored: frozenset[str]) -> None:
@@ -52,8 +40,8 @@ class ChangedAttributes:
         """Return the plain attributes that the object had when it was first seen."""
         known = self._first.get(owner)
         if known is None:
-            plain = {name: value for name, value in vars(owner).items() if name not in self._ignored}
-            known = self._first[owner] = {n: independent_copy(v) for n, v in plain.items() if is_plain(v)}
+            plain = {n: v for n, v in vars(owner).items() if n not in self._ignored and is_plain(v)}
+            known = self._first[owner] = {name: independent_copy(value) for name, value in plain.items()}
         return known
 
     def copies(self, owners: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -122,10 +110,7 @@ def changed_in_place(value: Any) -> list[Any] | None:
 def put(own: Any, value: Any, device: torch.device) -> Any:
     """Copy `value`, nested containers of tensors and plain values, into `own` where that fits; return what has it now.
 
-    Args:
-        own: The present value.
-        value: The new value.
-        device: Where tensors of a GPU are put that have no counterpart in `own`.
+    Tensors of a GPU that have no counterpart in `own` are put on `device`.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
@@ -149,17 +134,6 @@ def put(own: Any, value: Any, device: torch.device) -> Any:
         olds = own if type(own) is tuple and len(own) == len(value) else [None] * len(value)
         return tuple(put(old, item, device) for old, item in zip(olds, value, strict=True))
     return independent_copy(value)
-
-
-def metric_states(module: torch.nn.Module) -> list[str]:
-    """Return the names of the states of a metric of torchmetrics, which are no buffers; [] for other modules."""
-    names = vars(module).get("_defaults")
-    return list(names) if isinstance(names, dict) and hasattr(type(module), "add_state") else []
-
-
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements share their memory, as those of an expanded tensor, which cannot be written to."""
-    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def model_differs(how: str) -> UsageError:

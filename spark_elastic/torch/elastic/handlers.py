@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec, copy_all
+from spark_elastic.elastic.handlers import Layout, StateDictHandler, StateHandler, TensorSpec, copy_all
 from spark_elastic.elastic.plain_values import independent_copy, is_atom
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.attributes import (
@@ -16,9 +16,7 @@ from spark_elastic.torch.elastic.attributes import (
     ChangedAttributes,
     changed_in_place,
     is_plain,
-    metric_states,
     model_differs,
-    overlaps,
     put,
 )
 
@@ -55,18 +53,12 @@ class BufferCopies:
 
 
 class ModelTensor(NamedTuple):
-    """Where a tensor of a module is.
-
-    Attributes:
-        module: The path of the module that has it, within the model.
-        name: Its name there.
-        kind: "parameter", "buffer", "buffer that is not persistent", "empty buffer" (None), or "state_dict" for a
-            tensor that a `state_dict` of the module's own adds.
-    """
+    """A tensor of a module, by the module's path within the model and the tensor's name there."""
 
     module: str
     name: str
     kind: str
+    """A parameter or one of three kinds of buffers; or "state_dict", of a `state_dict` of the module's own."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}" if self.module else self.name
@@ -103,8 +95,10 @@ class ModelStateHandler(StateHandler):
         )
         for module in modules.values():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
-                    module._buffers[name] = buffer.clone()
+                if buffer is not None and buffer.layout is torch.strided:
+                    strides = zip(buffer.stride(), buffer.shape, strict=True)
+                    if any(stride == 0 and length > 1 for stride, length in strides):  # expanded: cannot be written to
+                        module._buffers[name] = buffer.clone()
         self._first_buffers = {id(buffer): buffer for module in modules.values() for buffer in module._buffers.values()}
         for module in modules.values():
             self._attributes.first(module)
@@ -245,10 +239,13 @@ class ModelStateHandler(StateHandler):
         return self._modules
 
     def _metric_states(self) -> list[tuple[str, str]]:
-        return [(path, name) for path, module in self._named_modules().items() for name in metric_states(module)]
+        """Return the path and the name of the states of torchmetrics' metrics, which are no buffers."""
+        metrics = {path: each for path, each in self._named_modules().items() if hasattr(type(each), "add_state")}
+        defaults = {path: vars(metric).get("_defaults") for path, metric in metrics.items()}
+        return [(path, name) for path, names in defaults.items() if isinstance(names, dict) for name in names]
 
     def modules(self, anew: bool = False) -> list[torch.nn.Module]:
-        """Return all modules; those that were added since the last commit only if `anew` is True."""
+        """Return all modules; those that were added since the last commit only if `anew`."""
         if anew:
             self._modules = None
         return list(self._named_modules().values())
@@ -339,48 +336,39 @@ class OptimizerStateHandler(StateHandler):
 
     def present(self) -> tuple[Layout, list[torch.Tensor]]:
         layout, tensors = [], []
-        state = self.value.state
-        for index, param in enumerate(self.params()):
-            for name, value in state[param].items() if param in state else ():
-                if isinstance(value, torch.Tensor):
-                    layout.append(
-                        TensorSpec((index, name), tuple(value.shape), value.dtype, value.device != param.device)
-                    )
-                    tensors.append(value)
-        for attribute, handler in self._handlers_within().items():
-            if handler.value.state is not state:
-                pieces, more = handler.present()
-                layout += [piece._replace(key=(attribute, piece.key)) for piece in pieces]
-                tensors += more
+        for path, part in self._parts().items():
+            for index, param in enumerate(part.params()):
+                for name, value in part.value.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        key, on_cpu = (path, index, name), value.device != param.device
+                        layout.append(TensorSpec(key, tuple(value.shape), value.dtype, on_cpu))
+                        tensors.append(value)
         return layout, tensors
 
+    def _parts(self) -> dict[str, OptimizerStateHandler]:
+        """Return this handler and those within it whose optimizers have a state of their own, by path."""
+        parts = {"": self}
+        for name, handler in self._handlers_within().items():
+            if handler.value.state is not self.value.state:
+                parts |= {f"{name}.{path}": part for path, part in handler._parts().items()}
+        return parts
+
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        params = self.params()
-        state = self.value.state
-        wanted: dict[int, dict[str, TensorSpec]] = {}
-        within: dict[str, Layout] = {}
+        parts = self._parts()
+        params = {path: part.params() for path, part in parts.items()}
+        wanted: dict[tuple[str, int], dict[str, TensorSpec]] = {}
         for piece in layout:
-            if isinstance(piece.key[0], str):
-                within.setdefault(piece.key[0], []).append(piece._replace(key=piece.key[1]))
-            else:
-                wanted.setdefault(piece.key[0], {})[piece.key[1]] = piece
-        inner = self._handlers_within()
-        if (wanted and max(wanted) >= len(params)) or not within.keys() <= inner.keys():
-            raise UsageError(
-                f"the optimizer of this worker has {len(params)} parameters and another's has more; build the same "
-                "optimizer on every worker"
-            )
-        for index, param in enumerate(params):
-            self._shape(state, param, wanted.get(index, {}))
-        more = {
-            name: iter(handler.tensors(within.get(name, [])))
-            for name, handler in inner.items()
-            if handler.value.state is not state
-        }
-        return [
-            next(more[piece.key[0]]) if isinstance(piece.key[0], str) else state[params[piece.key[0]]][piece.key[1]]
-            for piece in layout
-        ]
+            path, index, name = piece.key
+            if index >= len(params.get(path, ())):
+                raise UsageError(
+                    f"the optimizer of this worker has {len(params[''])} parameters and another's has more; build the "
+                    "same optimizer on every worker"
+                )
+            wanted.setdefault((path, index), {})[name] = piece
+        for path, part in parts.items():
+            for index, param in enumerate(params[path]):
+                self._shape(part.value.state, param, wanted.get((path, index), {}))
+        return [parts[path].value.state[params[path][index]][name] for path, index, name in (p.key for p in layout)]
 
     def _shape(self, state: Any, param: torch.Tensor, wanted: Mapping[str, TensorSpec]) -> None:
         own = state.get(param, {})
@@ -463,10 +451,7 @@ class OptimizerStateHandler(StateHandler):
     def _held(self) -> dict[str, Any]:
         """Return the attributes that are tensors, arrays, random number generators, or containers of them.
 
-        Attributes that have parameters only are left out.
-
-        Raises:
-            UsageError: An attribute has parameters and other tensors, such as a dictionary by parameter.
+        Those of parameters only are left out. Raises UsageError if one has parameters and other tensors.
         """
         out = {}
         for name, value in vars(self.value).items():
@@ -487,14 +472,8 @@ class OptimizerStateHandler(StateHandler):
         return {key: value for key, value in self.value.state.items() if not isinstance(key, torch.Tensor)}
 
 
-class SamplerStateHandler(StateHandler):
-    """The handler of an `ElasticSampler`, which has a light part only."""
-
-    def light(self) -> Any:
-        return dict(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(dict(light))
+class SamplerStateHandler(StateDictHandler):
+    """The handler of an `ElasticSampler`."""
 
     def reset(self) -> None:
         self.value.reset()

@@ -42,7 +42,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.batch_size = batch_size
         self.epoch = 0
-        self._done = 0
+        self._done = self._taken = 0
         self._drops_last = False
         self._passes = 1
         self._redistribute()
@@ -93,11 +93,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
                 "batch_size is None: a DataLoader with a batch_sampler has no batch_size; give the rows of this batch, "
                 "or record their indices with record_indices"
             )
-        self._record(batch_size)
+        self.record_indices(range(batch_size))
 
     def record_indices(self, indices: Sequence[int]) -> None:
         """Record that this rank has processed these rows, the next ones of its share, and other ranks as many."""
-        self._record(len(indices))
+        self._taken = min(self._taken + len(indices), self._share + self._padded)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return this rank's rows of a batch; batch 0 is the first one in this world and epoch."""
@@ -132,9 +132,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         # a loader that drops its last batch must drop it on every rank, so all shares are as small as the smallest
         self._share = left // size if self._drops_last else share(left, self.rank, size)
         self._padded = not self._drops_last and needs_padding(left, self.rank, size, self.batch_size, self._passes)
-
-    def _record(self, rows: int) -> None:
-        self._taken = min(self._taken + rows, self._share + self._padded)
 
     def split_batches(self, passes: int) -> None:
         """Set the number of parts in which a batch is processed; all ranks must have equally many parts to process."""

@@ -6,20 +6,14 @@ which observes what has changed since the last mark.
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from spark_elastic.elastic.handlers import (
-    Handlers,
-    HasStateDict,
-    StateDictHandler,
-    StateHandler,
-)
+from spark_elastic.elastic.handlers import Handlers, HasStateDict, StateDictHandler, StateHandler
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
@@ -33,8 +27,6 @@ from spark_elastic.torch.elastic.handlers import (
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin, stepped
 from spark_elastic.torch.parameters import abandon_steps
-
-log = logging.getLogger("spark_elastic.torch")
 
 
 def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -108,11 +100,8 @@ class TorchState(ElasticState):
 class TorchOptimizerSteps(OptimizerSteps):
     """Observes torch's optimizers by their hooks, and parameters by torch's counters of in-place changes.
 
-    The hooks refer to this object weakly, because an optimizer may outlive its state.
-
-    Args:
-        observes_parameters: Parameters that were written to since the mark count as changed. False for loops, such as
-            the estimators', which can repeat all that they write besides their optimizer's steps.
+    The hooks refer to this object weakly, because an optimizer may outlive its state. `observes_parameters` is False
+    for loops, such as the estimators', which can repeat all that they write besides their optimizer's steps.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter, observes_parameters: bool = True) -> None:
@@ -142,19 +131,29 @@ class TorchOptimizerSteps(OptimizerSteps):
     def check(self) -> None:
         if not self._observes_parameters:
             return
-        kept = [handler.value for handler in self._handlers.of_type(OptimizerStateHandler).values()]
-        for optimizer in list(stepped):
+        optimizers = self._handlers.of_type(OptimizerStateHandler)
+        kept = {id(each) for each in self._optimizers()}
+        wrapped = [each for each in list(stepped) if isinstance(each, DistributedOptimizerMixin)]
+        kept |= {id(each) for each in wrapped if id(each._inner) in kept}
+        outsiders = [each for each in list(stepped) if id(each) not in kept]
+        known = set(map(id, self._parameters().values())) if outsiders or not self._covered else set()
+        for optimizer in outsiders:
             is_distributed = isinstance(optimizer, DistributedOptimizerMixin)
-            both = optimizer, optimizer._inner if is_distributed else None
-            if any(one is each for one in both for each in self._optimizers()):
-                continue
-            if is_distributed or self._trains_values(optimizer):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if is_distributed or any(id(param) in known for param in params):
                 self.refuse_outsider(
                     optimizer, "a DistributedOptimizer" if is_distributed else "an optimizer of the state's parameters"
                 )
-        if not self._covered:
-            self._check_that_parameters_are_kept()
-        if all(isinstance(each, DistributedOptimizerMixin) for each in kept):
+        for name, handler in optimizers.items() if not self._covered else ():
+            for param in handler.params():
+                if id(param) not in known:
+                    raise UsageError(
+                        f"{name} of the state trains a tensor of shape {tuple(param.shape)} that belongs to no value "
+                        "of the state, so a newcomer would not have it: give its model, or the parameter itself, to "
+                        "the state as a keyword argument"
+                    )
+        self._covered = True
+        if all(isinstance(handler.value, DistributedOptimizerMixin) for handler in optimizers.values()):
             return
         self.compare_models(
             self._begun,
@@ -167,22 +166,6 @@ class TorchOptimizerSteps(OptimizerSteps):
         models = self._handlers.of_type(ModelStateHandler)
         named = {f"{of}.{name}": p for of, each in models.items() for name, p in each.value.named_parameters()}
         return named | {name: each.value for name, each in self._handlers.of_type(ParameterHandler).items()}
-
-    def _trains_values(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = set(map(id, self._parameters().values()))
-        return any(id(param) in known for group in optimizer.param_groups for param in group["params"])
-
-    def _check_that_parameters_are_kept(self) -> None:
-        known = set(map(id, self._parameters().values()))
-        for name, handler in self._handlers.of_type(OptimizerStateHandler).items():
-            for param in handler.params():
-                if id(param) not in known:
-                    raise UsageError(
-                        f"{name} of the state trains a tensor of shape {tuple(param.shape)} that belongs to no value "
-                        "of the state, so a newcomer would not have it: give its model, or the parameter itself, to "
-                        "the state as a keyword argument"
-                    )
-        self._covered = True
 
     def passes_begun(self) -> int:
         optimizers = self._distributed()
@@ -249,7 +232,9 @@ class TorchOptimizerSteps(OptimizerSteps):
                 steps._counter.stepped(name)
 
         if isinstance(optimizer, DistributedOptimizerMixin):  # a closure is called, and may fail, after its pre-hooks
-            before: Any = _ListEntry(optimizer._reducer.before_step, begins)
+            functions = optimizer._reducer.before_step
+            before: Any = RemovableHandle(functions)
+            functions[before.id] = begins
         else:
             before = optimizer.register_step_pre_hook(begins)
         self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]
@@ -260,14 +245,3 @@ class TorchOptimizerSteps(OptimizerSteps):
 
     def _distributed(self) -> list[Any]:
         return [optimizer for optimizer in self._optimizers() if isinstance(optimizer, DistributedOptimizerMixin)]
-
-
-class _ListEntry:
-    """Adds a function to a list; `remove` removes it, as it does for the handles of torch's hooks."""
-
-    def __init__(self, functions: list[Callable[[], None]], function: Callable[[], None]) -> None:
-        self._functions, self._function = functions, function
-        functions.append(function)
-
-    def remove(self) -> None:
-        self._functions.remove(self._function)

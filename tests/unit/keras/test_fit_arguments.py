@@ -10,7 +10,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from spark_elastic.keras.elastic.batches import deal
+from spark_elastic.keras.elastic.fit import deal
 from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -77,6 +77,24 @@ def same(one, other):
         assert one[0].history[name] == pytest.approx(values, rel=1e-5), name
     for mine, theirs in zip(one[1], other[1], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_lists_of_arrays_are_trained_as_by_fit(alone):
+    def build_two():
+        keras.utils.set_random_seed(1)
+        first, second = keras.Input((FEATURES,)), keras.Input((1,))
+        joined = keras.layers.Dense(1)(keras.layers.concatenate([first, second]))
+        model = keras.Model([first, second], [joined, keras.layers.Dense(1)(first)])
+        model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"])
+        return model
+
+    x, y = data()
+    inputs, targets = [x, x[:, :1] + 1], [y[:, None], y[:, None] - 1]
+    other, model = build_two(), build_two()
+    history = other.fit(inputs, targets, batch_size=BATCH, shuffle=False, verbose=0).history
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(inputs, targets, state=state, batch_size=BATCH, shuffle=False)
+    assert model.fit(dataset, verbose=0).history["loss"] == pytest.approx(history["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("one_hot", [False, True])

@@ -6,11 +6,12 @@ import keras
 import pytest
 
 from spark_elastic.collective.process import Position
-from spark_elastic.keras.printing import PrintedByRank0
+from spark_elastic.keras import printing
 
 
 @pytest.fixture(autouse=True)
-def _keras_prints():
+def _keras_prints(monkeypatch):
+    monkeypatch.setattr(printing, "_muted", False)
     yield
     keras.config.enable_interactive_logging()
 
@@ -36,11 +37,10 @@ def printed(capsys) -> bool:
 )
 def test_rank_0_alone_prints_unless_the_program_has_decided(ranks, program, prints, capsys):
     """`ranks`: those that this process has in one world after the other."""
-    one = PrintedByRank0()
     if "off" in program:
         keras.config.disable_interactive_logging()
     for rank in ranks:
-        one.follow(Position(rank=rank, size=2))
+        printing.print_by_rank_0(Position(rank=rank, size=2))
         if "on after" in program:
             keras.config.enable_interactive_logging()
     assert printed(capsys) == prints
