@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from spark_elastic.data.manifest import Kind
+from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
 # Types, by the name that Spark's `typeName` gives them.
@@ -133,16 +134,16 @@ class Request:
     """The arguments of `materialize` that decide the stored bytes."""
 
     tensors: Mapping[str, str | Sequence[str]]
-    dtypes: Mapping[str, str]
-    shapes: Mapping[str, Sequence[int]]
-    pad_to: Mapping[str, int]
-    variable: Sequence[str]
-    sparse: Mapping[str, bool]
-    allow_nan: bool | Sequence[str]
-    validation: float | str | None
-    seed: int
-    shard_bytes: int
-    pre_shuffle: str | None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    pad_to: Mapping[str, int] = field(default_factory=dict)
+    variable: Sequence[str] = ()
+    sparse: Mapping[str, bool] = field(default_factory=dict)
+    allow_nan: bool | Sequence[str] = False
+    validation: float | str | None = None
+    seed: int = 0
+    shard_bytes: int = SHARD_BYTES
+    pre_shuffle: str | None = None
 
     def check(self) -> None:
         """Raise InvalidSettingsError for a value that is impossible with any DataFrame."""
@@ -190,6 +191,8 @@ class Request:
             },
             "dtypes": {name: np.dtype(dtype).str for name, dtype in self.dtypes.items()},
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "pad_to": dict(self.pad_to),
+            "sparse": dict(self.sparse),
             "variable": sorted(self.variable),
             "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else sorted(self.allow_nan),
         }

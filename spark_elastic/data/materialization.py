@@ -101,13 +101,13 @@ def materialize(
         StoreError: The executors do not see the store, or cannot write to it.
     """
     request = Request(
-        tensors=dict(tensors),
-        dtypes=dict(dtypes or {}),
-        shapes=dict(shapes or {}),
-        pad_to=dict(pad_to or {}),
-        variable=tuple(variable),
-        sparse=dict(sparse or {}),
-        allow_nan=allow_nan if isinstance(allow_nan, bool) else tuple(allow_nan),
+        tensors,
+        dtypes=dtypes or {},
+        shapes=shapes or {},
+        pad_to=pad_to or {},
+        variable=variable,
+        sparse=sparse or {},
+        allow_nan=allow_nan,
         validation=validation,
         seed=seed,
         shard_bytes=shard_bytes,
@@ -115,7 +115,13 @@ def materialize(
     )
     place = Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    cluster = cluster_of(df.sparkSession)
+    return write_rows(cluster_of(df.sparkSession), df, request, place, dataset_id, kept, verbose)
+
+
+def write_rows(
+    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
+) -> Dataset:
+    """Do what `materialize` does, on the cluster of the DataFrame's session."""
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")

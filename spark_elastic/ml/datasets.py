@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.catalog import delete_unless_used
+from spark_elastic.data.columns import Request
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.store import Store
@@ -17,6 +18,7 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError
 from spark_elastic.ml.params import ElasticParams
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Tensors, flat_names, model_inputs
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
+from spark_elastic.spark.cluster import Cluster
 
 _ESTIMATOR_NAMES = {
     "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
@@ -50,10 +52,15 @@ class SharedDatasets:
 
 
 def written_rows(
-    df: Any, tensors: Tensors, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
+    cluster: Cluster,
+    df: Any,
+    tensors: Tensors,
+    store: Store,
+    given: Callable[[str], Any],
+    shared: SharedDatasets | None,
 ) -> Dataset:
     """Write the rows of a DataFrame, or find them; raise as `materialize`. `given` returns the value of a setting."""
-    from spark_elastic.data.materialization import materialize
+    from spark_elastic.data import materialization
 
     settings = {
         "tensors": tensors.columns,
@@ -69,7 +76,7 @@ def written_rows(
 
     def write() -> Dataset:
         try:
-            return materialize(df, store=store, dataset_id=name, keep=kept, verbose=given("verbose"), **settings)
+            return materialization.write_rows(cluster, df, Request(**settings), store, name, kept, given("verbose"))
         except DataError as error:
             advice = [_ESTIMATOR_NAMES.get(each, _DATA_OPTION).format(each) for each in getattr(error, "settings", ())]
             if advice:

@@ -212,8 +212,11 @@ class FitRun(ABC, Generic[T, M]):
             prepare_workers(self._call())
         except Exception as error:  # the job says what is wrong, if it is
             log.debug("nothing is imported ahead: %s", error)
+        assert self.cluster is not None
         with self._timed("write"):
-            self.rows = rows = written_rows(self._df, self._tensors, self._base_store(), self.given, self._shared)
+            self.rows = rows = written_rows(
+                self.cluster, self._df, self._tensors, self._base_store(), self.given, self._shared
+            )
         if self._shared is None:
             self._exits.callback(delete_unless_used, rows.store)
         self._exits.enter_context(run_folder.leased_if_possible(rows.store))

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.materialization import materialize
+from spark_elastic.data.materialization import write_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.persistence import trusted_files
@@ -109,11 +109,11 @@ def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).addGrid(estimator.batch_size, [32, 512]).build()
     written: list[Any] = []
 
-    def counted(*args: Any, **settings: Any) -> Any:
-        written.append(materialize(*args, **settings))
+    def counted(*args: Any) -> Any:
+        written.append(write_rows(*args))
         return written[-1]
 
-    monkeypatch.setattr("spark_elastic.data.materialization.materialize", counted)
+    monkeypatch.setattr("spark_elastic.data.materialization.write_rows", counted)
     model = CrossValidator(
         estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), numFolds=2, parallelism=2, seed=1
     ).fit(prepared(digits[0]))
