@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from spark_elastic.collective.fused import FusedReduction
-from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import (
@@ -19,11 +19,9 @@ from tests.unit.ml.keras.trainings import (
     close,
     dense,
     in_float64,
-    in_worker,
     make_net,
     make_training,
 )
-from tests.unit.worlds import together
 
 
 def moving(**options):
@@ -79,21 +77,6 @@ class Losses(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         with open(self.path, "a") as file:
             file.write(f"{logs['loss']!r}\n")
-
-
-@pytest.mark.nightly
-def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
-    from spark_elastic.ml.keras import serialization
-    from spark_elastic.ml.keras.engine import MODEL_FILE
-
-    results = together(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
-    rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
-    with in_float64():
-        net = serialization.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
-        net.compile(loss=trainings.cross_entropy())
-        loss = net.evaluate(rows["features_0"], rows["label_0"], verbose=0)
-    for result in results:
-        assert result["history"][-1]["val_loss"] == close(loss)
 
 
 def test_a_weight_of_two_is_a_row_that_comes_twice(tmp_path):

@@ -51,15 +51,6 @@ def test_the_trained_weights_depend_on(name: str, dataset: Dataset, plain: Any) 
     assert weights_of(estimator(**changes).from_dataset_path(dataset)) != weights_of(reference)
 
 
-def test_settings_reach_the_workers(dataset: Dataset) -> None:
-    options = {"order": "lanes", "prefetch": 1}
-    made = estimator(gradient_compression="bf16", accumulation_steps=4, device="cpu", data_options=options)
-    made.from_dataset_path(dataset)
-    given = made.training
-    assert (given.compression, given.accumulation, given.device) == ("bf16", 4, "cpu")
-    assert (given.order, given.prefetch) == ("lanes", 1)
-
-
 def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
     net = make_net(width=5)
     before = [value.clone() for value in net.state_dict().values()]
