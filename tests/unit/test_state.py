@@ -188,41 +188,6 @@ def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
     assert frontend.rejoined == [None, None]
 
 
-def test_a_custom_state_needs_only_save_restore_and_sync():
-    class Mine(State):
-        def __init__(self):
-            super().__init__(bcast_object=lambda value: value, get_rank=lambda: 0)
-            self.value = self.saved = 0
-            self.calls = []
-
-        def save(self):
-            self.saved = self.value
-
-        def restore(self):
-            self.calls.append("restore")
-            self.value = self.saved
-
-        def sync(self):
-            self.calls.append("sync")
-
-    frontend = ScriptedFrontend(FIRST, next_world(steps=1))
-    state = Mine()
-    attempts = []
-
-    def loop(state):
-        attempts.append(state.value)
-        state.value += 1
-        if len(attempts) == 1:
-            state.commit()
-            state.value += 10
-            raise HorovodInternalError
-        return state.value
-
-    assert elastic_loop(loop, frontend)(state) == 2
-    assert state.calls == ["sync", "restore", "sync"]
-    assert frontend.versions[-1] == StateVersion(steps=1)
-
-
 def test_a_custom_state_returns_to_the_synchronised_values_before_its_first_commit():
     class Mine(State):
         def __init__(self):
