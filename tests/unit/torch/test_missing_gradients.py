@@ -58,6 +58,10 @@ def never(step: int, rank: int, size: int) -> str:
     return "a"
 
 
+def not_on_rank_0_at_first(step: int, rank: int, size: int) -> str:
+    return "ab" if step or rank else ""
+
+
 def on_the_last_rank(step: int, rank: int, size: int) -> str:
     return "ab" if rank == size - 1 else "a"
 
@@ -86,7 +90,7 @@ class Coarse(Compressor):
         return tensor * 1e4
 
 
-PATTERNS = (never, on_the_last_rank, in_turns, then_nothing)
+PATTERNS = (never, not_on_rank_0_at_first, on_the_last_rank, in_turns, then_nothing)
 CASES = [
     *(
         Case(uses, optimizer, zero)
@@ -95,6 +99,7 @@ CASES = [
     *(Case(uses, sgd, options={"op": hvd.Sum}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"groups": 3}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"gradient_predivide_factor": 2.0}) for uses in PATTERNS),
+    Case(on_the_last_rank, sgd, options={"num_groups": 2}),  # the old name of groups
     *(Case(uses, adamw, passes=2) for uses in (*PATTERNS, each_pass_another)),
     *(Case(uses, sgd, options={"compression": hvd.Compression.fp16}, loose=True) for uses in PATTERNS),
     *(Case(uses, sgd, options={"compression": hvd.Compression.bf16}, loose=True) for uses in PATTERNS),
