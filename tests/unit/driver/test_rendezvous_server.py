@@ -6,14 +6,10 @@ import time
 
 import pytest
 
-from spark_elastic.driver import rendezvous_server
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.membership.ranking import ranked
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.admission import RefusalLog, most_handshakes
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import new_key
 
 LIMIT = 64
@@ -142,31 +138,6 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     inbox.wait_for("message", wire.KvValue("a", b"x"))
 
 
-def a_world(round, workers, hosts=2):
-    members = ranked((worker, Place(f"10.0.0.{worker % hosts}", "1", worker)) for worker in workers)
-    return wire.WorldAssigned(World(round, members, 0, None, True), tuple(each.place.host for each in members))
-
-
-@pytest.mark.nightly
-def test_world_is_encoded_once_for_all_members(served, monkeypatch):
-    encoded = []
-
-    def counting(message):
-        encoded.append(type(message))
-        return encode(message)
-
-    monkeypatch.setattr(rendezvous_server, "encode", counting)
-    served.listener.expected |= set(range(1, 41))
-    inboxes = {worker: served.client(wire.WorkerHello(worker, 1))[1] for worker in range(1, 41)}
-    for worker in inboxes:
-        served.listener.wait_for("worker_said", worker)
-    first = a_world(1, range(1, 41))
-    served.call(served.server.publish, first)
-    for inbox in inboxes.values():
-        inbox.wait_for("message", first)
-    assert encoded.count(wire.WorldAssigned) == 1
-
-
 @pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5, 1)])
 def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
@@ -210,11 +181,6 @@ def test_worker_that_was_held_up_itself_does_not_blame_the_driver_for_the_silenc
     assert time.monotonic() - began > 0.5  # the limit counts from here
     (why,) = (told[1] for told in inbox.told if told[0] == "closed")
     assert "the driver was silent" in why
-
-
-@pytest.mark.parametrize(("workers", "most"), [(1, 256), (128, 256), (1000, 2000)])
-def test_all_agents_of_a_large_job_may_be_in_their_handshake_at_once(workers, most):
-    assert most_handshakes(workers) == most
 
 
 def test_a_message_before_the_hello_ends_the_connection(served):
@@ -268,20 +234,6 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
         inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
-
-
-@pytest.mark.nightly
-def test_refusals_with_numbers_of_the_peers_choice_are_logged_in_few_words(caplog):
-    async def refuse():
-        log = RefusalLog()
-        for size in range(10_000):
-            log.add(f"a frame of {size} bytes was announced", "10.0.0.1")
-        log.close()
-
-    asyncio.run(refuse())
-    assert sum(map(len, caplog.messages)) < 3000
-    assert "refused 9999 connections" in caplog.messages[-1]
-    assert "9983: other reasons" in caplog.messages[-1]
 
 
 def test_closing_the_server_closes_every_connection(served):

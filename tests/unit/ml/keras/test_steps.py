@@ -119,6 +119,33 @@ def test_half_precision_trains_and_its_gradients_are_bounded_as_they_are(data, t
     trainings.hvd.shutdown()
 
 
+@keras.saving.register_keras_serializable("test_steps")
+class DenseTable(keras.layers.Layer):
+    """What `Embedding` computes, with a gradient that is not sparse."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(7, 5), initializer=keras.initializers.RandomUniform(seed=4))
+
+    def call(self, words):
+        return keras.ops.matmul(keras.ops.one_hot(words, 7, dtype=self.dtype), self.table)
+
+
+@pytest.mark.parametrize("bound", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=str)
+def test_bounds_of_sparse_gradients_are_those_of_dense_ones(bound, tmp_path):
+    """Words come several times in a batch, and the entries of a row count together."""
+    words = np.random.default_rng(4).integers(0, 7, (40, 4))
+    pack({"features_0": words, "label_0": words.max(1) % 3}, tmp_path / "plain")
+    found = []
+    for name in ("sparse", "dense"):
+        with in_float64():
+            initial = keras.initializers.RandomUniform(seed=4)
+            table = keras.layers.Embedding(7, 5, embeddings_initializer=initial) if name == "sparse" else DenseTable()
+            net = keras.Sequential([keras.Input((4,), dtype="int64"), table, keras.layers.Flatten(), dense(3, 2)])
+        alone(make_training(tmp_path, tmp_path / name, model=net, batch_size=8, epochs=2, **bound))
+        found.append(trainings.weights(tmp_path / name))
+    assert found[0] == close(found[1])
+
+
 # --- train_steps of one's own -------------------------------------------------------------------------
 
 
