@@ -13,13 +13,6 @@ def store():
     return store
 
 
-def test_a_request_is_answered_at_once_if_its_key_is_there(store):
-    store.set(1, "a", b"1")
-    answers = []
-    store.get(1, "a", answers.append)
-    assert answers == [b"1"]
-
-
 def test_requests_wait_for_their_key(store):
     answers = []
     store.get(1, "a", answers.append)
@@ -40,13 +33,6 @@ def test_a_new_round_forgets_values_and_requests_of_the_old_one(store):
     assert answers == []
     store.set(2, "a", b"new")
     assert answers == [b"new"]
-
-
-def test_a_round_cannot_be_filled_without_bound(store):
-    store.set(1, "a", bytes(MAX_ROUND_BYTES - 1))
-    store.set(1, "a", bytes(10))  # replacing frees what was there
-    with pytest.raises(ProtocolError, match="more than"):
-        store.set(1, "b", bytes(MAX_ROUND_BYTES))
 
 
 def test_value_that_was_refused_or_replaced_takes_no_room(store):

@@ -30,6 +30,7 @@ def train_across_a_join(changed: int = 0, fault: str = ""):
     hvd.init()
     torch.manual_seed(me)
     layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    layers[2].weight.data = layers[2].weight.data.t().contiguous().t()  # of another order in memory
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)

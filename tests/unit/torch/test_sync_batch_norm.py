@@ -210,9 +210,6 @@ def test_a_single_value_per_channel_is_refused_on_every_rank_or_uses_running_sta
         assert all("all 2 ranks together have 1" in each for each in results)
 
 
-# --- many steps, in the order of autograd ------------------------------------------------------------
-
-
 # --- conversion -----------------------------------------------------------------------------------
 
 

@@ -145,41 +145,6 @@ def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, comm
     assert (state.n, int(state.counter.value)) == (6, 6)
 
 
-def synchronised():
-    hvd.init()
-    r = hvd.rank()
-    torch.manual_seed(r)
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last), torch.nn.BatchNorm2d(2))
-    big = torch.nn.Linear(1500, 1500)
-    adam = torch.optim.Adam(model.parameters(), lr=0.1 * (r + 1))
-    sgd = hvd.DistributedOptimizer(torch.optim.SGD(big.parameters(), lr=0.1, momentum=0.9))
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-    if r == 1:  # the other has never stepped
-        model(torch.randn(2, 1, 5, 5)).sum().backward()
-        adam.step()
-        scheduler.step()
-    state = TorchState(model, adam, big=big, sgd=sgd, scheduler=scheduler, n=r, history=[r])
-    state._root = 1
-    state.sync()
-    adam_sums = [float(s[k].double().sum()) for s in adam.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
-    return (
-        values(model),
-        values(big),
-        adam_sums,
-        adam.param_groups[0]["lr"],
-        scheduler.last_epoch,
-        state.n,
-        state.history,
-    )
-
-
-def test_a_sync_takes_over_everything_from_its_root_even_missing_optimizer_state():
-    first, second = together(synchronised, 2)
-    assert first == second
-    assert len(first[2]) == 12
-    assert first[4:] == (1, 1, [1])
-
-
 def different_models():
     hvd.init()
     state = TorchState(torch.nn.Linear(2, 2 + hvd.rank()))

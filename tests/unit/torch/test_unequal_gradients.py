@@ -128,21 +128,3 @@ def test_what_cannot_be_reduced_is_refused():
     words = ["cannot be skipped", "lazy module", "type or device", "type or device", "does not require", "param_groups"]
     for found in together(refusals, 2):
         assert [word for word, message in zip(words, found, strict=True) if word not in message] == []
-
-
-def joined_each_epoch() -> list[list[float]]:
-    hvd.init()
-    model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
-        for step in range(2 + hvd.rank()):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-        hvd.broadcast_parameters(model.state_dict(), hvd.join())
-    return [param.tolist() for param in model.parameters()]
-
-
-def test_ranks_with_uneven_batches_join_in_each_epoch():
-    one, other = together(joined_each_epoch, 2)
-    assert one == other

@@ -200,6 +200,12 @@ CASES: dict[str, dict[str, Any]] = {
         "model": tagger,
         "compile": lambda: {"loss": CROSS_ENTROPY(), "metrics": ["accuracy", Largest()]},
     },
+    "mask, weights and a class that is ignored": {
+        "columns": SEQUENCES,
+        "weighted": True,
+        "model": tagger,
+        "compile": lambda: {"loss": CROSS_ENTROPY(ignore_class=1, reduction="mean_with_sample_weight")},
+    },
     "train_step with a mean of losses": {
         "columns": NUMBERS,
         "weighted": True,
