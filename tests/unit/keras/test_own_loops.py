@@ -8,7 +8,6 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
-from tests.nightly import by_night
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
@@ -58,7 +57,8 @@ def train(dies, how):
     return weights, entered, int(optimizer.iterations), state.progress
 
 
-@pytest.mark.parametrize("how", by_night(["tape", "optimizer"], but=["tape"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["tape", "optimizer"])
 def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
     one, other = together(train, {2: 5}, how, count=3, left=2)
     assert one[0] == other[0]
