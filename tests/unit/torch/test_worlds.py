@@ -48,7 +48,7 @@ def grows_by_nothing(times: int, settled: int) -> None:
         assert fds_after <= fds + 2
         assert threads_after <= threads + 2
         assert rss_after - rss < 20e6
-        assert maps_after == maps
+        assert maps_after <= maps
     assert not {name for name in set(os.listdir("/dev/shm")) - names if "elastic" in name}
     print(f"median rejoin: {results[0][2] * 1e3:.1f} ms")
 
